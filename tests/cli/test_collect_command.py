@@ -138,7 +138,7 @@ def test_a_save_that_one_node_has_committed_counts(folder: Path, capsys: pytest.
             role_dir.rename(file_names.staging_dir(role_dir, read_manifest(role_dir).attempt))
     assert answer(capsys, "collect", *nodes("alone", 0, 1, 2, 3), "out")["step"] == STEP
     (found,) = answer(capsys, "collect", *nodes("alone", 1, 2, 3), "o", status=1)["not_whole"]
-    assert "no node has committed it" in found["problems"][0]
+    assert "is committed in none of the folders" in found["problems"][0]
 
 
 def test_all_roles_of_a_step_are_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ COMMANDS = {
         (
             ("nowhere 2 {out}", 2, "there is no such folder"),
             ("versions 7 {out}", 1, "no complete checkpoint of step 7"),
-            ("versions 2 checkpoints", 2, "a fork begins a folder of its own"),
+            ("versions 2 checkpoints", 2, "a fork needs a new folder"),
         ),
         BAR,
         has_bar=True,

@@ -434,7 +434,12 @@ def test_roles_that_only_one_checkpoint_has(tmp_path: Path, driver: Any) -> None
     [
         ("nowhere", True, 2, "--diff {path}: there is no such folder"),
         ("empty", True, 1, "{path}: no complete checkpoint"),
-        ("critics", True, 2, "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward: name the folders"),
+        (
+            "critics",
+            True,
+            2,
+            "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward, so no role is in both: name the folders",
+        ),
         ("other", False, 2, "--diff {path}: the differences are shown on a page: name the page's file"),
     ],
 )

@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Qwen/Qwen3-0.6B": ("there is no such folder", ()),
     "best": ("the folder of a step", OURS),  # a step that somebody has renamed
     "latest": ("the folder of a step", ("list", "watch", *OURS)),  # a link to a step
-    "odd names": ("a folder of steps of this package, whose names were changed (global_steps_0000003)", ()),
+    "odd names": ("a folder of steps of this package whose names were changed (global_steps_0000003)", ()),
     "release": ("a folder of steps of another program (release: a torch_dist", ("merge", "test --local_dir")),
     "legacy": (
         "a folder of steps of another program (iter_0000010: a checkpoint in Megatron's legacy",
@@ -193,11 +193,11 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("convert root --output_path out --format torch_dist --hf_model_path a/b", "name a folder, not a model"),
         (
             "merge legacy/iter_0000010 out",
-            "does not take: this package does not read it: Megatron-LM itself",
+            "does not take: this package does not read this format: convert",
         ),
-        ("list bin", "`mcore-ckpt convert` needs its weights as model.safetensors"),
+        ("list bin", "`mcore-ckpt convert` needs the weights as model.safetensors"),
         ("list trainer", "such as trainer/checkpoint-500: `mcore-ckpt convert --hf_model_path trainer/checkpoint-500"),
-        ("merge megatron/iter_0000010 out --step 10", "and no folder of steps: leave out --step"),
+        ("merge megatron/iter_0000010 out --step 10", "not a folder of steps: leave out --step"),
         ("test hf --reference hf --atol inf", "use finite numbers of 0 or more"),
         ("test hf --reference hf --most -1", "--most -1: use 0 or more"),
         ("test hf --reference hf --step 9 --backend megatron", "--backend, --step: without effect, because there"),

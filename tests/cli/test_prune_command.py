@@ -81,7 +81,7 @@ def test_a_step_that_cannot_be_deleted_is_a_failure(tmp_path: Path, capsys: pyte
     tmp_path.chmod(0o500)
     with without_privileges():
         assert main(["prune", str(tmp_path), "--max-to-keep", "1"]) == 1
-    assert "global_steps_1: it cannot be deleted: " in capsys.readouterr().out
+    assert "global_steps_1: cannot be deleted: " in capsys.readouterr().out
     tmp_path.chmod(0o700)
     assert checkpoints(tmp_path) == {1: 1, 2: 2}
 

@@ -179,7 +179,7 @@ def test_other_commands_take_the_only_root_below(
 def test_several_roots_are_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(file_names.step_dir(tmp_path / "other", 1) / ROLE, 1)
     assert main(["list", str(tmp_path)]) == 2
-    assert f"name one of its folders: {root}, {tmp_path / 'other'}" in capsys.readouterr().err
+    assert f"name one of these folders of steps: {root}, {tmp_path / 'other'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_reshard_divides_muons_state_and_refuses_soaps(shared_path: Path) -> Non
         if dist.get_rank() == 0:
             reshard(select(shared_path / "muon"), shared_path / "tp2", WantedLayout(tp=2))
             if exists(soap):
-                with pytest.raises(UnsupportedError, match="cannot be divided: load the checkpoint directly"):
+                with pytest.raises(UnsupportedError, match="the saved layout: load the checkpoint directly"):
                     reshard(select(shared_path / "soap"), shared_path / "no", WantedLayout(tp=2))
     layout = replace(OWNERS, tp=2)
     with parallel(layout):

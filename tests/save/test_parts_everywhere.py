@@ -143,5 +143,5 @@ def test_a_trainer_of_another_kind_is_told_what_it_does_not_get(tmp_path: Path) 
     save(tmp_path, 1)
     reader: Any = SimpleNamespace(manifest=read_manifest(role_dir(tmp_path, 1)), place="there")
     assert parts_left_out(reader) == (
-        "the parts of the step (buffer, cursor) are this trainer's own: they stay in there/parts"
+        "the parts of the step (buffer, cursor) are not converted: they stay in there/parts"
     )

@@ -253,7 +253,7 @@ def test_a_step_of_two_branches_is_not_whole(tmp_path: Path) -> None:
     (step,) = whole_steps(together(tmp_path), []).values()
     assert "not committed again by critic" in step.reason
     (found,) = find_steps([tmp_path])
-    assert found.problems == ("critic: is of a branch that another role of the step has given up",)
+    assert found.problems == ("critic: belongs to a branch that another role of the step has given up",)
 
 
 def test_one_role_declares_the_others(tmp_path: Path) -> None:

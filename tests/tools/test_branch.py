@@ -279,8 +279,8 @@ def in_the_step(root: Path, new: Path) -> None:
         (damaged_file_of_a_run, "belongs to a run"),
         (tracker_of_another_program, "has the tracker"),
         (theirs, "has the step global_step_2 already"),
-        (same_folder, "has the step itself"),
-        (in_the_step, "is in the step itself"),
+        (same_folder, "is the folder that has the step"),
+        (in_the_step, "is inside the step"),
     ],
 )
 def test_it_replaces_nothing(prepare: Any, words: str, root: Path, new: Path) -> None:

@@ -88,7 +88,12 @@ def mmap_without_files(file: int, *args: Any, **more: Any) -> Any:
 _OPEN, _MMAP = os.open, probes.mmap.mmap
 EMULATED = {
     probes.EXCHANGE: (commit, "exchange", lambda first, second: False, "two renames"),
-    probes.LINKS: (os, "link", refuse(errno.EPERM), f"damaged lock file, and the next one waits {TORN_LEASE_S:g} s;"),
+    probes.LINKS: (
+        os,
+        "link",
+        refuse(errno.EPERM),
+        f"damaged lock file, and the next trainer waits {TORN_LEASE_S:g} s;",
+    ),
     probes.FLOCK: (fcntl, "flock", refuse(errno.ENOLCK), "while it is read"),
     probes.RESERVE: (probes, "fallocate", lambda descriptor, nbytes: errno.EOPNOTSUPP, "full disk"),
     probes.DIRECT: (os, "open", open_without_direct, "page cache"),
@@ -112,7 +117,7 @@ BAD = {
     probes.SYNC: (probes, "sync_dir", refuse(errno.EINVAL), "Invalid argument"),
     probes.RENAME: (os, "rename", refuse(errno.EPERM), "Operation not permitted"),
     probes.WRITES: (os, "pwrite", refuse(errno.EINVAL), "Invalid argument"),
-    probes.EXCLUSIVE: (probes, "claim_file", lambda path, data: None, "made twice"),
+    probes.EXCLUSIVE: (probes, "claim_file", lambda path, data: None, "can be made again"),
     probes.TIMES: (os, "utime", lambda *args: None, "does not change its time"),
     probes.EXCHANGE: (commit, "exchange", refuse(errno.EXDEV), "cross-device"),
 }
@@ -154,7 +159,7 @@ def test_locks_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_other_bytes_than_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pread", lambda descriptor, nbytes, offset: bytes(nbytes))
-    assert "other bytes" in finding_of(report_on(tmp_path), probes.WRITES).fact
+    assert "differ from the written bytes" in finding_of(report_on(tmp_path), probes.WRITES).fact
 
 
 def test_a_disk_that_fails_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

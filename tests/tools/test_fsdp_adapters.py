@@ -144,7 +144,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     plain, alone, half = (save(tmp_path / only, model, only=only) for only in ("base_layer", "lora_", "lora_B"))
     with pytest.raises(CheckpointMismatchError, match="has no adapters, but --adapters is merge"):
         merge(MergeRequest(plain, tmp_path / "a", backend="fsdp", adapters="merge"))
-    with pytest.raises(InvalidArgumentError, match="no weights to write them beside"):
+    with pytest.raises(InvalidArgumentError, match="no weights, so --adapters cannot be beside"):
         merge(MergeRequest(alone, tmp_path / "a", backend="fsdp", adapters="beside"))
     with pytest.raises(CheckpointNotFoundError, match="--hf_model_path"):
         merge(MergeRequest(alone, tmp_path / "a", backend="fsdp"))

@@ -158,7 +158,7 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     [
         ("decoder.layers.1.mlp.linear_fc1.weigth", rf"the closest are {re.escape(FC1)}, "),
         ("linear_fc1", r"the closest are decoder\.layers\.0\.mlp\.linear_fc1\.weight, .* and 1 more"),
-        ("zzz", "list all with --tensors"),
+        ("zzz", "list all tensors with --tensors"),
     ],
 )
 def test_the_closest_names(name: str, text: str, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_rank_that_nobody_has_listed(role_dir: Path) -> None:
     rewrite(role_dir, files=tuple(file for file in manifest.files if file.kind != "rng"))
     (damage,) = verify_role(role_dir).damages
     assert damage == Damage(
-        f"{role_dir / file_names.MANIFEST_FILE}: does not list {file_names.rng_file(0, 0, 0, 0)}, of rank 0",
+        f"{role_dir / file_names.MANIFEST_FILE}: does not list {file_names.rng_file(0, 0, 0, 0)}, a file of rank 0",
         file_names.rng_file(0, 0, 0, 0),
         0,
     )
@@ -269,7 +269,9 @@ def test_dtype_and_number_of_elements_are_compared(
 
     monkeypatch.setattr(torch, "load", changed)
     (damage,) = verify_role(role_dir, deep=True).damages
-    assert re.search(r"embedding.weight.*: torch sees \d+ elements of torch\.\w+, the index has \d+ of", damage.problem)
+    assert re.search(
+        r"embedding.weight.*: torch reads \d+ elements of torch\.\w+, but the index has \d+ of", damage.problem
+    )
 
 
 def test_a_save_that_is_under_way_is_no_problem(role_dir: Path) -> None:
@@ -384,7 +386,7 @@ def test_a_step_that_retention_deletes_meanwhile(role_dir: Path, asked: str, mon
         assert report.is_sound
         assert [verdict.path for verdict in report.roles] == [role_dir]
     else:
-        with pytest.raises(CheckpointNotFoundError, match="was deleted while it was verified"):
+        with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being verified"):
             verify({"step": oldest, "role": oldest / ROLE}[asked])
 
 
@@ -571,7 +573,7 @@ def test_a_root_that_cannot_be_looked_at_again(trainers: Trainers, monkeypatch: 
     report = verify(trainers.root)
     assert len(report.roles) == 3
     assert report.problems[0] == f"{trainers.step}: not committed by critic"
-    assert "could not be looked at again" in report.problems[1]
+    assert "could not be read again" in report.problems[1]
     assert "Stale file handle" in report.problems[1]
 
 

@@ -313,7 +313,7 @@ def test_a_terminal_gets_tables(
         (("--interval", "0"), "use finite numbers above 0"),
         (("--interval", "nan"), "use finite numbers above 0"),
         (("--interval", "inf"), "use finite numbers above 0"),
-        (("--once", "--until", "3"), "cannot be combined"),
+        (("--once", "--until", "3"), "leave out --until"),
     ],
 )
 def test_arguments_that_make_no_sense(

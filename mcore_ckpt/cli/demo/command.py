@@ -36,15 +36,17 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="where to write (%(default)s)"
+        "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="folder to write to (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=20, help="steps to train (%(default)s)")
-    parser.add_argument("--kill-after", type=int, metavar="K", help="kill after step K, which must be between saves")
+    parser.add_argument(
+        "--kill-after", type=int, metavar="K", help="kill all ranks after step K, which must be between two saves"
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo. Returns 0 if all losses have the same bits and the exported model is the trained model."""
+    """Runs the demo. Returns 0 if all losses are bit for bit as expected, and the exported model is the trained one."""
     plan = make_plan(args.dir, args.steps, args.kill_after)
     with cleaning_up_at_sigterm(), removed_if_interrupted(plan.directory):
         prepare_directory(plan.directory)
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
-    """Returns a plan that kills strictly between two saves, so that some steps are lost and trained again."""
+    """Returns a plan with a kill strictly between two saves, so that some steps are lost and trained again."""
     if steps < SAVE_EVERY + 2:
         raise InvalidArgumentError(
             f"--steps {steps} is too few: with a save every {SAVE_EVERY} steps, use {SAVE_EVERY + 2} or more"

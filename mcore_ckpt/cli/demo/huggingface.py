@@ -19,8 +19,7 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """Results of transformers with an exported model: the loss on held-out text, and the prompt with its continuation.
-    """
+    """Results of transformers with an exported model: the loss on held-out text, and the continued prompt."""
 
     loss: float
     text: str

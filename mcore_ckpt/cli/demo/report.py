@@ -19,9 +19,9 @@ TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed":
 
 
 class LiveReport(Report):
-    """A Report that shows one bar for each training, with its newest loss and the time left.
+    """A Report that shows one bar for each training, with the newest loss and the time left.
 
-    In a pipe or a log it shows a line when a training has ended.
+    In a pipe or a log, it shows no bars, but a line when a training has ended.
     """
 
     def __init__(self, console: Console, plan: Plan) -> None:
@@ -181,5 +181,5 @@ def exported(outcome: Outcome) -> str:
 
 
 def sample(outcome: Outcome) -> Text:
-    """Returns the text that the exported model generated after so few steps."""
+    """Returns the text that transformers generated with the exported model."""
     return Text.assemble(("Text that transformers generated with it: ", "dim"), repr(outcome.generated.text))

@@ -91,7 +91,7 @@ def trainable(
 
 
 def connect(config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
-    """Gives Megatron's schedules the functions that they call, as Megatron-LM does (`train` in training.py)."""
+    """Sets the functions that Megatron's schedules call, as Megatron-LM does (`train` in training.py)."""
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
 
@@ -176,6 +176,6 @@ def forward_step(
     """Computes the output of one micro-batch. Returns the output and the function that computes the loss from it."""
     tokens, labels = next(batches)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    # Without a mask, attention is causal, as the layer spec says.
+    # No mask is needed, because the layer spec makes attention causal.
     output = chunk(tokens, positions, None, labels=labels)
     return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})

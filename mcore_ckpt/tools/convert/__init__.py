@@ -1,4 +1,4 @@
-"""Writes a checkpoint of one kind from a checkpoint of another kind, or of another layout.
+"""Converts checkpoints: into another kind of checkpoint, or for another layout.
 
 All conversions take the steps in `walk.py`.
 """

@@ -1,4 +1,4 @@
-"""Puts the result of a conversion in place: a folder, or roles of a step. All of it appears at once, or nothing."""
+"""Puts the result of a conversion in place: a folder, or roles of a step. Either all of it appears, or nothing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mcore_ckpt.steps.new_step import NewStep, check_may_write
 
 
 class Destination(Protocol):
-    """The place for the results of several writers, each of which has a folder.
+    """The place for the results of several writers. Each writer has a folder in it.
 
     Every process makes a destination with the same arguments, and calls `folder`. Only the coordinator calls the other
-    methods, in this order, and it calls `close` even after an error.
+    methods, in the order below. It calls `close` even after an error.
     """
 
     @property
@@ -32,7 +32,7 @@ class Destination(Protocol):
         """Raises InvalidArgumentError if nothing may be written here. Changes nothing on disk."""
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        """Removes leftovers. Makes a staging folder, and a folder for each of the `names` in it or next to it.
+        """Removes leftovers, and makes the staging folders: one for each writer in `names`.
 
         `sizes` are the sizes in bytes of all files that will be written, or lower bounds of them. `mode` is the mode of
         new folders (`mode_as`). Returns the id of the attempt.
@@ -52,7 +52,8 @@ class Destination(Protocol):
     def publish(self) -> None:
         """Puts everything in place.
 
-        Raises CheckpointError or OSError. The previous contents are then in place, unless the message says otherwise.
+        Raises CheckpointError or OSError. After an error, the previous contents are still in place, unless the message
+        says otherwise.
         """
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class Destination(Protocol):
 
 
 class NewFolder:
-    """A folder as a destination. A writer's name is the path of its folder relative to this one."""
+    """A folder as a destination. A writer's name is the path of the writer's folder in this folder."""
 
     def __init__(self, path: Path, replaceable: Replaceable) -> None:
         self.path = path
@@ -83,7 +84,7 @@ class NewFolder:
             if not parent.exists():
                 self._exit.callback(commit.remove_if_empty, parent)
         self._attempt = commit.new_attempt()
-        self._exit.callback(commit.remove_folder, self.staging)  # does nothing once the folder is in place
+        self._exit.callback(commit.remove_folder, self.staging)  # finds nothing once the folder is in place
         commit.open_staging(self.path, self._attempt, mode)
         for name in names:
             make_folders(self.staging, f"{name}/x")
@@ -109,10 +110,11 @@ class RolesOfStep:
 
     Args:
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
-        source: the folder of a step, whose files next to the roles are copied (`companions_of`); None to copy none.
+        source: the folder of a step. The files next to the step's roles are copied (`companions_of`). None to copy no
+            files.
 
     Attributes:
-        path: the folder of the step, or the folder of the role if there is only one.
+        path: the folder of the step; the folder of the role if there is only one role.
         companions: the files and folders that are copied from `source`, by name; empty until the destination is open.
         manifests: the manifests that have been written, by role.
     """
@@ -159,7 +161,7 @@ class RolesOfStep:
         self._new.write_manifest(self.manifests[manifest.role])
 
     def seal(self) -> None:
-        """Does nothing: a manifest is written after the names of its files are durable, and is durable itself."""
+        """Does nothing: `write_manifest` comes after all files are durable, and makes the manifest durable."""
 
     def publish(self) -> None:
         assert self._new is not None, "the destination is open"

@@ -26,8 +26,8 @@ from mcore_ckpt.sharding.towers import in_tower
 class ConversionReport:
     """Report of a conversion.
 
-    `nbytes` is the size in bytes of all tensors that the processes together have written. `left_out` is what the folder
-    has and the checkpoint lacks, by reason.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `left_out` lists everything
+    that the folder has and the checkpoint lacks, by reason.
     """
 
     source: Path
@@ -39,7 +39,7 @@ class ConversionReport:
 
 
 def left_out_of(reader: HuggingFaceReader, destination: Path) -> tuple[LeftOut, ...]:
-    """Returns what a conversion does not take from a folder: tensors, files of weights, and assets."""
+    """Returns the tensors, files of weights and assets that a conversion does not take from a folder."""
     beside = find_side_files(reader.place, destination=destination)
     return together(reader.left_out, not_read(reader.place, reader.contents.sizes), beside.left_out)
 
@@ -75,7 +75,7 @@ def open_folder(
         found[0].check_left_out()
         warn_of_missing_code(folder, found[0].model.config)
         if found[0].model.architecture.rules:
-            # If megatron cannot build the model, the error must come now and not when a trainer loads the checkpoint.
+            # Raises an error if megatron cannot build the model, before a trainer tries to load the checkpoint.
             to_mcore_config(found[0].model)
         return {}
 
@@ -88,7 +88,7 @@ def whole_region(reader: HuggingFaceReader, name: str) -> Region:
     shape = reader.parts_of(name)[0].region.global_shape
     sections = tuple(section.rows for section in reader.sections_of(name))
     is_gated = reader.model.architecture.table.gated and not in_tower(name)
-    # In a gated tower, gate and up are two HuggingFace tensors, so such a tensor has two parts.
+    # In a gated tower, gate and up are two HuggingFace tensors, so their common mcore tensor has two parts.
     if ".linear_fc1." in name and (is_gated or len(reader.parts_of(name)) > 1):
         # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`).
         sections = (1, 1)

@@ -68,8 +68,8 @@ class MergeRequest:
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
-        hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub that has
-            them; None to use the checkpoint's own files.
+        hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub with these
+            files; None to use the checkpoint's own files.
         dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
             parameters were saved, None means the dtype that `config.json` states.
         max_shard_bytes: the size limit of the tensors in one file, in bytes.
@@ -77,13 +77,13 @@ class MergeRequest:
         tied: True if the output layer shares its weights with the embeddings; None to follow `config.json` and the
             tensors.
         value: True if the model has a value head; None to follow `config.json` and the tensors.
-        ignore: regular expressions; the checkpoint's tensors whose whole name matches one are left out.
+        ignore: regular expressions. A tensor of the checkpoint is left out if its whole name matches one of them.
         fp8_blocks: True to quantize linear layers to float8 with a scale for each block.
-        adapters: what becomes of LoRA adapters. "merge": they are merged into the weights, or, if the checkpoint has
-            only adapters, into the weights of the base model in `hf_model_path`. "beside": the weights are written as
-            they are, and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the target
-            is an adapter in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's merger, and
-            "merge" for all others.
+        adapters: how to write LoRA adapters. "merge": they are merged into the weights, or, if the checkpoint has only
+            adapters, into the weights of the base model in `hf_model_path`. "beside": the weights are written as they
+            are, and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the adapters are
+            written alone, in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's merger, and
+            "merge" for all other checkpoints.
         lora_alpha: the alpha of the adapters, whatever the checkpoint says; None for the checkpoint's own alpha.
     """
 
@@ -113,8 +113,8 @@ class MergeReport:
         dtype: the dtype of most elements.
         files, nbytes: the number of weight files, and the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.
-        adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
-        left_out: what the checkpoint has and the new model lacks, by reason.
+        adapters: how LoRA adapters were written: "merge", "beside" or "only"; None if the checkpoint has no adapters.
+        left_out: everything that the checkpoint has and the new model lacks, by reason.
         other_model: the fields of `config.json` that make transformers compute differently from the trained model.
     """
 
@@ -133,7 +133,7 @@ class MergeReport:
 
 @dataclass(frozen=True, eq=False)
 class MergeJob:
-    """A planned merge: everything that is known before a byte is written.
+    """A planned merge.
 
     Attributes:
         where: the folder of the checkpoint.
@@ -164,7 +164,7 @@ class MergeJob:
         return ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)
 
     def writers(self, allow_nan: bool = False) -> Writers:
-        """Returns the writers of what is to be written: the model, the adapter, or both."""
+        """Returns the writers of the model, of the adapter, or of both, as `adapters` says."""
         if self.adapter is None:
             return [(".", self.model_writer(allow_nan))]
         adapter = AdapterWriter(self.adapter.plan, self.reader, allow_nan, self.adapter)
@@ -199,7 +199,7 @@ def merge(request: MergeRequest, progress: Progress = no_progress, agreement: Ag
     target = destination.path
     check_together(agreement, destination)
     found = find(request)
-    with reading([found.path]):  # a trainer that still runs could delete the step
+    with reading([found.path]):  # keeps a running trainer from deleting the step
         try:
             job = _plan_together(agreement, request, found, target)
             write_together(agreement, job.writers(request.allow_nan), destination, mode_as(found.path), progress)
@@ -232,7 +232,7 @@ class _Target(NewFolder):
 
 
 def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundCheckpoint, target: Path) -> MergeJob:
-    """Plans on all ranks. A configuration that is on the hub is downloaded first, by one rank of each node."""
+    """Plans on all ranks. Before that, one rank of each node downloads a configuration that is on the hub."""
     if request.hf_model_path is not None:
         config_dir = find_folder_together(agreement, request.hf_model_path, "assets")
         request = replace(request, hf_model_path=config_dir)
@@ -248,7 +248,7 @@ def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundChec
 
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
-    """Adds to the report which assets are not copied."""
+    """Adds the assets that are not copied to the `left_out` of a job."""
     if job.adapters == "only":
         return job
     quantized = job.model_writer().quantizes_as_before
@@ -277,7 +277,9 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         read = read_copied_model if found.has_hf_names else model_from_config
         adapters = adapters_in(found, tensors)
         if request.adapters is not None and not adapters:
-            raise CheckpointMismatchError(f"has no adapters, but --adapters is {request.adapters}: leave it out")
+            raise CheckpointMismatchError(
+                f"has no adapters, but --adapters is {request.adapters}: leave out --adapters"
+            )
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
         model = _with_vocabulary(model, found, config_dir, tensors)
         # Tensors with HuggingFace's names are copied whole, so the order of their rows need not be checked.
@@ -286,7 +288,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         other_model = tuple(described([each], live=IN_CONFIG) for each in others)
         warn_of_missing_code(config_dir, model.config)
         dtype = request.dtype
-        # Main parameters are fp32, so they do not show the dtype of the model.
+        # If main parameters are read, they are fp32, so take the model's dtype from the configuration.
         if dtype is None and reader.weight_kind == PARAM:
             dtype = _configured_dtype(model.config)
         options: ExportOptions = {
@@ -324,7 +326,7 @@ def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, Ten
 def _weights_to_write(
     reader: CheckpointReader, ignore: Sequence[str]
 ) -> tuple[dict[str, TensorInfo], tuple[LeftOut, ...]]:
-    """Returns the weights of a checkpoint that are to be written, and the tensors that are left out, by reason."""
+    """Returns the weights of a checkpoint to write, and the tensors that are left out, by reason."""
     weights = weights_of(reader)
     ignored, is_ignored = matching(IGNORED, ignore)
     assert callable(is_ignored)
@@ -332,8 +334,8 @@ def _weights_to_write(
 
     def without_values(names: list[str]) -> CheckpointMismatchError:
         return CheckpointMismatchError(
-            f"has no values of {names[0]} ({len(names)} such tensors): the checkpoint lacks the model, and its "
-            "optimizer has main parameters only of the tensors that it steps: merge a checkpoint that has the model"
+            f"has no values of {names[0]} ({len(names)} such tensors): the checkpoint was saved without the model, and "
+            "its optimizer has main parameters only of trained tensors: merge a checkpoint that has the model"
         )
 
     copies = [LeftOut(COPIES, names)] if (names := getattr(reader, "copies", ())) else []
@@ -348,8 +350,8 @@ def _reconciled(
     model = read(config)
     model = replace(model, ignored=(*model.ignored, *request.ignore))
     if not model.architecture.table.layer or not tensors:
-        # Tensors of an architecture without a table are copied under their own names. There is no table to compare
-        # these names with. If there are only adapters, there are no tensors to compare.
+        # Tensors of an architecture without a table are copied under their own names. Without a table, these names
+        # cannot be checked. If there are only adapters, there are no tensors to compare.
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
@@ -376,9 +378,9 @@ def _with_vocabulary(
     grown = with_tokens(model, shapes[embedding][0], max(own, copied) or None)
     if grown is not model and 0 < copied < own:
         raise CheckpointMismatchError(
-            f"the tokenizer beside the checkpoint has {own} tokens, but the one in --hf_model_path has {copied}, so "
-            "the model would have rows without tokens: copy the checkpoint's tokenizer into that folder, or leave out "
-            "--hf_model_path"
+            f"the checkpoint's tokenizer has {own} tokens, but the tokenizer in --hf_model_path has {copied}, so the "
+            "model would have rows without tokens: copy the checkpoint's tokenizer into the folder of "
+            "--hf_model_path, or leave out --hf_model_path"
         )
     return grown
 

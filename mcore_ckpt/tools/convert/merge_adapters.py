@@ -1,4 +1,4 @@
-"""Plans merges of checkpoints with low-rank adapters: adapters are merged, written beside the weights, or alone."""
+"""Plans merges of checkpoints with adapters: merges the adapters, or writes them next to the weights or alone."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ _WEIGHT = re.compile(r".*weight\d*")
 class AdaptedPlan:
     """The planned files of a merge of a checkpoint that has adapters.
 
-    `reader` also reads the base model, if it is in a separate folder. `plan` has the adapter's files if only the
-    adapter is written. `adapter` is None if the adapters are merged.
+    `reader` also reads the base model, if it is in a separate folder. `plan` has the model's files, or the adapter's
+    files if only the adapter is written. `adapter` is None if the adapters are merged.
     """
 
     reader: CheckpointReader
@@ -70,15 +70,15 @@ class AdaptedPlan:
 
 
 def adapters_in(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Returns the tensors of adapters among the tensors of a checkpoint."""
+    """Returns those `tensors` that belong to adapters."""
     belongs = is_peft_adapter if found.has_hf_names else is_adapter
     return {name: info for name, info in tensors.items() if belongs(name)}
 
 
 def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters: Iterable[str]) -> None:
-    """Raises UnsupportedError for adapters that Megatron-Bridge stores with their rows in another order.
+    """Raises UnsupportedError for adapters whose rows Megatron-Bridge stores in another order.
 
-    The order depends on the tensor-parallel size, and such a checkpoint shows only the number of pieces.
+    The order depends on the tensor-parallel size, which cannot be read from such a checkpoint.
     """
     for name in adapters if found.of_kind.may_permute_adapters else ():
         if (kind := permuted_in_bridge(name)) is not None:
@@ -92,10 +92,7 @@ def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters:
 
 
 def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Returns True if a checkpoint has the weights of the model, and not only what was trained.
-
-    Such a checkpoint has the frozen weights that the adapters belong to.
-    """
+    """Returns True if a checkpoint has the model's weights, including the frozen weights under its adapters."""
     adapters = adapters_in(found, tensors)
     if found.has_hf_names or not adapters:
         return any(_WEIGHT.fullmatch(name) for name in tensors if name not in adapters)
@@ -103,7 +100,7 @@ def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSettings:
-    """Returns the settings that the checkpoint states for its adapters. A given `alpha` replaces the stated one.
+    """Returns the settings that the checkpoint states for its adapters. A given `alpha` replaces the checkpoint's.
 
     Raises CheckpointMismatchError if neither the caller nor the checkpoint states alpha, and CheckpointCorruptError if
     the file with the settings is damaged.
@@ -113,8 +110,8 @@ def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSett
         return replace(recorded or AdapterSettings(alpha), alpha=alpha)
     if recorded is None:
         raise CheckpointMismatchError(
-            f"{found.path}: has adapters, but nothing says what their alpha is, so their scale is unknown: give it "
-            "with mcore-ckpt merge --lora-alpha"
+            f"{found.path}: has adapters, but does not state their alpha, so their scale is unknown: give alpha with "
+            "mcore-ckpt merge --lora-alpha"
         )
     return recorded
 
@@ -124,10 +121,10 @@ class AdapterMerge:
     """A merge of a checkpoint that has adapters.
 
     Attributes:
-        how: "merge" the adapters into the weights; write the weights as they are and the adapters "beside" them; or
-            write "only" the adapters.
+        how: "merge": merge the adapters into the weights. "beside": write the unchanged weights, and the adapters in a
+            folder next to them. "only": write only the adapters.
         base_dir: the folder of the base model. Its weights are needed if the checkpoint has only adapters.
-        options: the form of the files.
+        options: the form of the files to write.
     """
 
     source: OpenCheckpoint
@@ -140,9 +137,9 @@ class AdapterMerge:
         """Plans the files to write.
 
         Raises:
-            CheckpointMismatchError: the adapters do not fit the model, or the base model is needed and is not there.
+            CheckpointMismatchError: the adapters do not fit the model, or a base model is needed but missing.
             UnsupportedError: PEFT has no names for the adapters.
-            InvalidArgumentError: the adapters are to be written beside the weights, but the checkpoint has no weights.
+            InvalidArgumentError: `how` is "beside", but the checkpoint has no weights.
         """
         found, reader, tensors = self.source.found, self.source.reader, self.source.tensors
         _refuse_permuted(found, reader, adapters_in(found, tensors))
@@ -152,8 +149,8 @@ class AdapterMerge:
         if not has_base(found, tensors):
             if self.how == "beside":
                 raise InvalidArgumentError(
-                    f"{found.path}: has only adapters, so there are no weights to write them beside: use --adapters "
-                    "only, or merge them into the base model in --hf_model_path"
+                    f"{found.path}: has only adapters and no weights, so --adapters cannot be beside: use --adapters "
+                    "only, or merge the adapters into the base model in --hf_model_path"
                 )
             return self._onto_base()
         adapter = self._folder() if self.how == "beside" else None
@@ -180,10 +177,10 @@ class AdapterMerge:
         return replace(folder, plan=replace(folder.plan, left_out=together(left_out, folder.plan.left_out)))
 
     def _changed(self, weights: Sequence[str]) -> tuple[set[str], str]:
-        """Returns the names of the weights that training has changed in full, and why the others are left out."""
+        """Returns the names of the weights that were trained in full, and the reason for leaving out other weights."""
         found, reader = self.source.found, self.source.reader
         if found.has_hf_names:
-            return set(), MAYBE_TRAINED  # PEFT's modules_to_save are not among the `weights`
+            return set(), MAYBE_TRAINED  # the `weights` do not include PEFT's modules_to_save
         if not has_base(found, weights_of(reader)):
             return set(weights), BASE
         stepped = {name for name in weights if reader.kinds(name) or is_changed_buffer(name)}
@@ -193,7 +190,7 @@ class AdapterMerge:
         return stepped, BASE if has_optimizer else MAYBE_TRAINED
 
     def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
-        """Returns HuggingFace tensors with their adapters: the `wanted` ones if the checkpoint has mcore's names."""
+        """Returns HuggingFace tensors with their adapters: the `wanted` tensors if the checkpoint has mcore's names."""
         found, tensors = self.source.found, self.source.tensors
         if found.has_hf_names:
             return adapted_weights(tensors, self.settings.alpha)
@@ -240,7 +237,7 @@ class AdapterMerge:
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
-    """Returns a tensor that the checkpoint has in full (trained, or a buffer that changes); None for any other."""
+    """Returns a tensor if the checkpoint has all its values (of a trained tensor or a changing buffer); else None."""
     names = [] if adapted is None else [found_as(slab.mcore, weights) for slab in adapted.slabs]
     if adapted is None or not names or None in names:
         return None
@@ -250,9 +247,9 @@ def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
 
 def _lacks(base: Path, names: Sequence[str]) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{names[0]} and {len(names) - 1} more were trained beside the adapters, but the base model in {base} has no "
-        "such tensors, or the checkpoint has only parts of them: name the folder of the base model with "
-        "--hf_model_path, or leave them out with --ignore"
+        f"{names[0]} and {len(names) - 1} more tensors were trained in addition to the adapters, but the base model in "
+        f"{base} has no such tensors, or the checkpoint has only parts of them: name the folder of the base model with "
+        "--hf_model_path, or leave out these tensors with --ignore"
     )
 
 
@@ -273,8 +270,8 @@ def _of_base(name: str, shape: Shape, adapted: HfTensor | None) -> HfTensor:
         return HfTensor(name, shape, (Slab(0, name, whole),))
     if any(slab.change is not None for slab in adapted.slabs):
         raise UnsupportedError(
-            f"tensor {name}: has an adapter, but HuggingFace and megatron store its values in different forms: save "
-            "the checkpoint with the base model in it"
+            f"tensor {name}: has an adapter, but HuggingFace and megatron store the tensor's values in different "
+            "forms: save the checkpoint with the weights of the base model"
         )
     slabs = (
         replace(slab, mcore=name, region=whole.with_flat(slab.start, slab.start + slab.numel)) for slab in adapted.slabs

@@ -9,14 +9,14 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 
 def can_push_to_hub() -> bool:
-    """Returns True if huggingface_hub is installed. Call this before writing a model, which can take hours."""
+    """Returns True if huggingface_hub is installed. Call this first, because writing a model can take hours."""
     return importlib.util.find_spec("huggingface_hub") is not None
 
 
 def check_has_no_model(repository: str) -> None:
-    """Checks that a repository has no weights, which a push would replace. Call this before writing a model.
+    """Checks that a repository has no weights, because a push would replace them. Call this before writing a model.
 
-    Nothing is checked if the hub does not answer, because the push will say so.
+    Does nothing if the hub does not answer: the push will fail with a message.
 
     Raises InvalidArgumentError: the repository has weights.
     """
@@ -24,7 +24,7 @@ def check_has_no_model(repository: str) -> None:
 
     try:
         files = HfApi().list_repo_files(repository)
-    except Exception:  # there is no such repository, or huggingface_hub, its HTTP library or the system raise
+    except Exception:  # the repository does not exist, or the hub does not answer (many types of errors)
         return
     weights = sorted(file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".gguf")))
     if weights:
@@ -47,8 +47,8 @@ def push_to_hub(folder: Path, repository: str, private: bool) -> None:
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types
+    except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types of errors
         raise CheckpointError(
             f"{folder} is complete, but could not be uploaded to {repository}: {type(error).__name__}: {error}. "
             "Push it again with huggingface_hub's `hf upload`"
-        ) from None  # the URLs in the error can be signed, and a traceback would show them
+        ) from None  # the URLs in the error can contain signatures, and a traceback would show them

@@ -1,4 +1,4 @@
-"""Compares written tensors with the reader that they came from, bit for bit."""
+"""Compares written tensors bit for bit with the tensors of the reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_written(reader: CheckpointReader, names: Iterable[str], read: Callable
 
     `read` returns a region of a written tensor, flattened.
 
-    Raises CheckpointMismatchError: the written bits differ from the bits that `reader` reads.
+    Raises CheckpointMismatchError: the bits differ from the bits that `reader` reads.
     """
     for name in names:
         key = ShardKey(name, MODEL)
@@ -29,5 +29,5 @@ def check_written(reader: CheckpointReader, names: Iterable[str], read: Callable
             if found.dtype != wanted.dtype or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
                 raise CheckpointMismatchError(
                     f"{reader.place}/{shard.file}: tensor {name} ({MODEL}), {shard.region.describe()}: the written "
-                    "bits differ from this file: check the disks and convert again"
+                    "bits differ from those in this file: check the disks and convert again"
                 )

@@ -48,8 +48,8 @@ def convert_to_native(
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which appears once it is complete. Every process must call this function.
 
-    The processes divide the files among themselves. Each process needs the memory that `write_planned_files` needs,
-    however large the model is.
+    The processes divide the files among themselves. Each process needs the memory that `write_planned_files` needs, for
+    a model of any size.
 
     Args:
         source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
@@ -63,7 +63,8 @@ def convert_to_native(
         force: True to replace a checkpoint of this role at step 0. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or `root` has this role at step 0.
+        InvalidArgumentError: the sizes contradict each other, or `root` has this role at step 0 and it may not be
+            replaced.
         LockedError: a trainer saves below `root`.
         CheckpointError: the HuggingFace folder is damaged or does not fit the layout, or the checkpoint cannot be
             written. All processes raise it, and `root` is as it was.
@@ -79,13 +80,13 @@ def convert_to_native(
 
 
 def _tensor(reader: HuggingFaceReader, name: str) -> SavedTensor:
-    """Describes a tensor of the folder as if one rank had saved it."""
+    """Describes a tensor of the folder as a tensor that a single rank has saved."""
     seen, file = {0: whole_region(reader, name)}, reader.parts_of(name)[0].file
     return SavedTensor(name, MODEL, (), main=False, aliased=False, seen=seen, pp=0, file=file)
 
 
 def _writer(reader: HuggingFaceReader, wanted: WantedLayout, destination: RolesOfStep) -> RoleWriter:
-    # The tensors of a HuggingFace model are not cut, so its layout is the same as if one rank had saved it.
+    # The tensors of a HuggingFace model are not cut, so the layout is that of a single rank.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
         tensors = [_tensor(reader, name) for name in reader.names]

@@ -55,7 +55,7 @@ def convert_to_torch_dist(
 
     Args:
         path: the folder to write; without `force` it must be empty or not exist.
-        force: True to replace a torch_dist checkpoint that is there.
+        force: True to replace a torch_dist checkpoint in `path`.
 
     Raises:
         InvalidArgumentError: `path` has files and may not be replaced.
@@ -76,8 +76,8 @@ def convert_to_torch_dist(
 def are_alike(reader: HuggingFaceReader) -> bool:
     """Returns True if megatron gives all decoder layers the same keys (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
-    Megatron does so unless the layers differ, or the config selects the layers that have experts or linear attention. A
-    HybridModel has a key for each layer (`HybridStack.sharded_state_dict`, 0.18).
+    Megatron gives them different keys if the layers differ, or if the config selects which layers have experts or
+    linear attention. A HybridModel has a key for each layer (`HybridStack.sharded_state_dict`, 0.18).
     """
     if reader.model.architecture.table.is_hybrid:
         return False
@@ -103,10 +103,10 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
     # transformer-engine reads an empty tensor as a state without FP8, and megatron's own layers accept any state.
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
     states = dict.fromkeys((place.object_key for name in names for place in keys.states(name)), empty)
-    # `common.pt` must have no entries, because `dist_checkpointing.load` returns its entries together with the tensors.
-    # verl gives both to a strict `load_state_dict`, which refuses unknown entries.
+    # `common.pt` must have no entries, because `dist_checkpointing.load` returns its entries in the same dict as the
+    # tensors, and verl passes this dict to a strict `load_state_dict`, which refuses unknown entries.
     contents = Contents.of(slices, states)
-    contents.describe()  # raises if the contents cannot be described
+    contents.describe()  # raises an error if the contents cannot be described
     return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)
 
 
@@ -129,7 +129,8 @@ def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[KeyRow
 class _Writer(TorchDistWriter):
     """Writes a folder's tensors and assets. `check` compares the written tensors with the source, not with the plan.
 
-    `key_rows` has, by tensor name, one entry for each place where the tensor is stored: the place's keys and rows.
+    `key_rows` lists the places where a tensor is stored, by the tensor's name; each place is a list of keys with their
+    rows.
     """
 
     reader: HuggingFaceReader
@@ -170,7 +171,7 @@ def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:
 
 
 def _read_piece(written: TorchDistFiles, rows: KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
-    """Reads the rows of a key that lie in a piece into the piece's place in a local tensor."""
+    """Reads the rows that a key and a piece have in common into `memory`, at the piece's place in the local tensor."""
     place, (first, *rest) = rows.place, piece.global_offset
     start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])
     if start >= stop:

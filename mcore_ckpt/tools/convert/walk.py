@@ -1,15 +1,15 @@
-"""Runs every conversion: several processes write files that appear together, once all of them are complete.
+"""Runs every conversion: several processes write files, and all files appear together once they are complete.
 
 A tool opens a reader, plans, and chooses writers and a destination. Then `write_together` takes these steps:
 
-1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and has enough
-   space, removes leftovers, and makes the staging folders.
+1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and that there
+   is enough space, removes leftovers, and makes the staging folders.
 2. *Write.* Each process writes its share of the files. When all files are there, the coordinator checks their sizes,
    writes what is still missing (`CheckpointWriter.finish`), and makes all names durable.
-3. *Test*, if a test was asked for. Each process reads a part of what was written and compares it with the source.
+3. *Test*, if a test was asked for. Each process reads back a part of the written files and compares it with the source.
 4. *Publish.* The coordinator puts everything in place.
 
-If a process fails, all of them raise its error, and the staging folders are removed.
+If a process fails, all processes raise its error, and the staging folders are removed.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def check_together(agreement: Agreement, destination: Destination) -> None:
 def plan_together(
     agreement: Agreement, topic: str, plan: Callable[[], Plan], identity: Callable[[Plan], Record], what: str
 ) -> Plan:
-    """Plans on all processes. If one fails, all raise its error.
+    """Plans on all processes. If one process fails, all raise its error.
 
     `identity` returns the part of a plan that must be the same on all processes, as plain JSON values. For messages,
-    `topic` says what the processes do, and `what` describes this part.
+    `topic` says what the processes do, and `what` names the part that must be the same.
     """
     plans: list[Plan] = []
 
@@ -80,7 +80,8 @@ def write_together(
     Returns the number of bytes of data that all processes together have written.
 
     Raises:
-        CheckpointError: all processes raise it. What was in the destination is still there.
+        CheckpointError: all processes raise it. The previous contents of the destination are in place, unless the
+            message says otherwise.
         Exception: with `Alone`, also any other error of the writers.
     """
     try:
@@ -142,7 +143,7 @@ def _write(
 
 
 def _share(agreement: Agreement, writers: Writers) -> list[list[int]]:
-    """Returns the numbers of the files that this process writes, for each writer."""
+    """Returns, for each writer, the numbers of the files that this process writes."""
     places = [(at, number) for at, (_, writer) in enumerate(writers) for number in range(len(writer.files))]
     mine: list[list[int]] = [[] for _ in writers]
     for each in share_of(_sizes(writers), agreement.rank, agreement.world_size):
@@ -156,7 +157,8 @@ def _write_own(
 ) -> Sequence[FileReport]:
     if not folder.is_dir():
         raise CommitError(
-            f"{folder}: rank 0 made this folder, but this rank cannot see it: give all ranks the same file system"
+            f"{folder}: rank 0 made this folder, but this rank does not see it: use a folder on a file system that all "
+            "ranks share"
         )
     return writer.write(numbers, folder, wrote)
 

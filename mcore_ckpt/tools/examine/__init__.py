@@ -1,4 +1,4 @@
-"""Looks at checkpoints and changes none: finds, lists, verifies, compares, and follows them while they are written."""
+"""Reads checkpoints without changing them: finds, lists, verifies and compares them, and watches saves."""
 
 __all__ = [
     "compare",

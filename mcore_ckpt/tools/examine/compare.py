@@ -36,10 +36,10 @@ _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors of one HuggingFace model, by name, with their dtype and the stored tensors that they are made of.
+    """One HuggingFace model: its tensors by name, each with its dtype and the stored tensors that make it up.
 
-    `where` is the folder, for messages. `beside` names the stored tensors that no weight depends on: scales of
-    activations and caches.
+    `where` is the folder, for messages. `beside` names stored tensors that are not part of a weight: scales of
+    activations and of caches.
     """
 
     where: Path
@@ -49,7 +49,7 @@ class Weights:
 
     @property
     def embedding(self) -> FileTensor | None:
-        """The embedding of a language model, or of a vision-language model's language model. None if there is none."""
+        """The embedding of the language model, which may be a part of a vision-language model. None if missing."""
         found = (self.tensors.get(name) for name in _EMBEDDINGS)
         return next((tensor for tensor in found if tensor is not None), None)
 
@@ -59,7 +59,8 @@ class ComparedTensor:
     """The result for one tensor.
 
     Attributes:
-        ours, reference: dtype and shape in the model under test and in the reference; None if that model lacks it.
+        ours, reference: the tensor's dtype and shape in the model under test and in the reference; None if a model
+            lacks the tensor.
         differing: how many elements differ by more than the tolerance; 0 if the tensors were not compared.
         max_abs, max_rel: the largest absolute difference, and the largest difference relative to the reference.
         is_same: True if the tensors are the same within the tolerance.
@@ -93,8 +94,9 @@ class Comparison:
 
     Attributes:
         ours, reference: the folders of the model under test and of the reference.
-        tensors: the result for each compared tensor; a tensor that only one of the models has counts, too.
-        ignored: the names of the tensors that were not compared: ignored by request, or scales of activations.
+        tensors: the result for each tensor, including tensors that only one of the models has.
+        ignored: the names of the tensors that were not compared, because a pattern ignores them, or because they are
+            scales of activations.
         nbytes: the number of bytes of the reference that were compared.
     """
 
@@ -122,7 +124,7 @@ def open_folder(name: str | Path) -> Weights:
     """Opens the folder of a HuggingFace model, or a model of the hub, which is first downloaded into the cache.
 
     The weights are in one or several safetensors files, or, in an old folder, in `pytorch_model*.bin`. Quantized
-    weights in safetensors files are dequantized. Of a model on the hub, only safetensors are read.
+    weights in safetensors files are dequantized. If the model is on the hub, only safetensors are read.
 
     Raises:
         CheckpointNotFoundError: the folder has no weights, or there is no such model.
@@ -141,7 +143,7 @@ def open_folder(name: str | Path) -> Weights:
 
 
 def _config(folder: Path) -> HfConfig:
-    """Returns the folder's config, or an empty one, because plain weights can be compared without a config."""
+    """Returns the folder's config. Without it, returns an empty config, with which plain weights can be compared."""
     try:
         return read_config(folder)
     except CheckpointNotFoundError:
@@ -157,14 +159,14 @@ def compare(
 ) -> Comparison:
     """Compares all tensors of two models.
 
-    It compares several tensors at a time, a batch of elements of each, so its memory use does not grow with the size of
-    the models. If only one model has an output head, the head is compared with the other model's embedding, because
+    Several tensors are compared at a time, in batches of elements, so memory use does not grow with the size of the
+    models. If only one model has an output head, the head is compared with the other model's embedding, because
     transformers does not write a head that is tied to the embedding.
 
     Args:
         ours: the model under test.
-        reference: the model that it should be equal to.
-        ignored: regular expressions; tensors whose whole name matches one are not compared.
+        reference: the model that `ours` should be equal to.
+        ignored: regular expressions. A tensor is not compared if its whole name matches one of them.
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
@@ -182,7 +184,7 @@ def compare(
     if not tensors:
         raise CheckpointMismatchError(
             f"{ours.where} and {reference.where}: nothing is left to compare, because all {len(names)} tensors are "
-            "ignored: ignore fewer"
+            "ignored: ignore fewer tensors"
         )
     scratch = _ThreadScratch()
     work = [tensor.pairs(ours.reader, reference.reader, scratch) for tensor in tensors]
@@ -203,7 +205,7 @@ def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
 
 
 def _unchanged(name: str, info: TensorInfo) -> FileTensor:
-    """Returns a tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
+    """Describes a tensor that a file stores under its HuggingFace name and in its HuggingFace form."""
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
@@ -214,11 +216,11 @@ class _ThreadScratch(threading.local):  # each thread has its own `scratch`
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """A tensor of two models. `ours` or `reference` is None if that model does not have it.
+    """A tensor of two models. `ours` or `reference` is None if that model does not have the tensor.
 
     Attributes:
         remark: why the two tensors have different names; empty if they have the same name.
-        otherwise: the result to return if tensors with different names differ; None if they have the same name.
+        otherwise: the result to return if two tensors with different names differ; None if the names are the same.
     """
 
     name: str
@@ -230,12 +232,12 @@ class _Tensor:
     @staticmethod
     def of(name: str, ours: Weights, reference: Weights) -> _Tensor:
         left, right = ours.tensors.get(name), reference.tensors.get(name)
-        differs = "only one model has it, and it differs from the other model's embedding"
+        differs = "only one model has this tensor, and it differs from the other model's embedding"
         otherwise = ComparedTensor(name, _info(left), _info(right), remark=differs)
         if name == HF_HEAD and left is None and (left := ours.embedding):
-            remark = "tied in the model under test: compared with its embedding"
+            remark = "tied in the model under test: compared with that model's embedding"
         elif name == HF_HEAD and right is None and (right := reference.embedding):
-            remark = "tied in the reference: compared with its embedding"
+            remark = "tied in the reference: compared with the reference's embedding"
         else:
             return _Tensor(name, left, right)
         return _Tensor(name, left, right, remark, otherwise)
@@ -245,7 +247,7 @@ class _Tensor:
         return self.reference.nbytes if self.ours is not None and self.reference is not None else 0
 
     def pairs(self, ours: CheckpointReader, reference: CheckpointReader, scratch: _ThreadScratch) -> list[Pair]:
-        """Returns a list with the pair to compare; it is empty if a model lacks the tensor or the shapes differ."""
+        """Returns a list with the pair to compare; empty if a model lacks the tensor or the shapes differ."""
         left, right = self.ours, self.reference
         if left is None or right is None or left.tensor.shape != right.tensor.shape:
             return []

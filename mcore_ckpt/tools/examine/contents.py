@@ -1,4 +1,4 @@
-"""Lists the tensors that a checkpoint of this package holds, without reading their bytes."""
+"""Lists the tensors of a checkpoint of this package without reading the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class TensorSummary:
     """One tensor of a checkpoint.
 
     Attributes:
-        dtype, shape: its dtype without "torch.", and its global shape; None if no file holds a part of it.
-        optimizer: the kinds of optimizer state that are stored for it, such as "exp_avg".
+        dtype, shape: the tensor's dtype without "torch.", and its global shape; None if no file has a part of the
+            tensor.
+        optimizer: the kinds of the tensor's stored optimizer state, such as "exp_avg".
     """
 
     name: str
@@ -30,9 +31,9 @@ class TensorSummary:
 
 
 def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
-    """Yields the tensors whose name matches, in natural order: layer 2 before layer 10.
+    """Yields the tensors whose names match, in natural order: layer 2 before layer 10.
 
-    `pattern` is a regular expression that must match somewhere in the name.
+    A name matches if it contains a match of the regular expression `pattern`.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -58,7 +59,7 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
 def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
     """Returns the keys under which a tensor is stored: the model's key, then the keys of the optimizer's state.
 
-    A main parameter without stored bytes (`StoredTensors.is_alias`) is among them.
+    The keys include a main parameter without stored bytes (`StoredTensors.is_alias`).
     """
     param = ShardKey(name, PARAM)
     moments = stored.kinds_in(name, stored.files(param))
@@ -67,7 +68,7 @@ def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
 
 
 def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
-    """Returns all stored shards of a key. A main parameter without stored bytes has the model's shards."""
+    """Returns all stored shards of a key; for a main parameter without stored bytes, the model's shards."""
     *_, found = [(), *stored.parts(key)]
     return found
 
@@ -75,11 +76,13 @@ def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
 def reads_of(
     stored: StoredTensors, key: ShardKey, region: Region, shards: Sequence[StoredShard]
 ) -> tuple[ReadRange, ...]:
-    """Returns ranges of the shards that contain each element of a region of their global tensor exactly once.
+    """Returns ranges of the shards that together contain each element of a region exactly once.
 
     Raises CheckpointCorruptError if an element is in no shard.
     """
     plan = plan_reads(region, shards)
     if plan.missing:
-        raise CheckpointCorruptError(f"{stored.place}: tensor {key}: {plan.missing} elements are in none of its files")
+        raise CheckpointCorruptError(
+            f"{stored.place}: tensor {key}: {plan.missing} elements are in none of the tensor's files"
+        )
     return plan.reads

@@ -2,7 +2,7 @@
 
 The checkpoints may have different layouts, because global tensors are compared. State that belongs to a rank's file as
 a whole (`_extra_state`, SOAP's bases, random states) is compared only if the layouts are the same. Otherwise, a note
-says that it was not compared; the note does not count as a difference.
+says that this state was not compared; such a note does not count as a difference.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class DifferentTensor:
     Attributes:
         name: the tensor's global name in A; in B if only B has it.
         kind: "model", "opaque", "param", "exp_avg", ...
-        left, right: dtype and shape in A and in B; None where the tensor is missing.
+        left, right: dtype and shape in A and in B; None if the tensor is missing there.
         numel: the number of elements that were compared; 0 if the tensor could not be compared.
-        differing: how many of them differ by more than the tolerance.
+        differing: how many compared elements differ by more than the tolerance.
         max_abs, max_rel: the largest absolute difference, and the largest difference relative to B.
     """
 
@@ -59,7 +59,7 @@ class DifferentTensor:
 
     @property
     def problem(self) -> str:
-        """What differs, in a word or two: only in A, only in B, shape, dtype, values."""
+        """The problem, in a word or two: only in A, only in B, shape, dtype, values."""
         if self.left is None or self.right is None:
             return "only in B" if self.left is None else "only in A"
         if self.left.shape != self.right.shape:
@@ -68,7 +68,7 @@ class DifferentTensor:
 
     @property
     def sides(self) -> tuple[str, str]:
-        """Dtype and shape in A and in B; "-" where the tensor is missing."""
+        """Dtype and shape in A and in B, as text; "-" if the tensor is missing there."""
         left, right = ("-" if info is None else info.text for info in (self.left, self.right))
         return left, right
 
@@ -79,11 +79,11 @@ class RoleDiff:
 
     Attributes:
         left, right: the role's folder in A and in B.
-        compared: how many tensors were compared; each kind of a tensor counts as one.
+        compared: how many tensors were compared; each kind of a tensor counts separately.
         tensors: the tensors that differ, the worst first.
-        values: which other values differ: the model's configuration, param groups, steps, LR scheduler, random
-            states, extra state.
-        notes: what could not be compared, because the layouts differ.
+        values: the other values that differ: in the model's configuration, param groups, steps, LR scheduler, random
+            states and extra state.
+        notes: sentences on the state that could not be compared, because the layouts differ.
         nbytes: how many bytes of A were compared.
     """
 
@@ -102,7 +102,7 @@ class RoleDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between the checkpoints A and B: in each role that both have, and which roles only one has."""
+    """The differences between the checkpoints A and B: in each role that both have, and the roles that only one has."""
 
     roles: tuple[RoleDiff, ...]
     only_left: tuple[str, ...]
@@ -121,12 +121,14 @@ def diff(
     ignored: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> Diff:
-    """Compares two checkpoints. Memory use does not grow with their size. The CRC of each block is checked.
+    """Compares two checkpoints. Checks the CRC of each block.
+
+    Memory use does not grow with the size of the checkpoints.
 
     Args:
         left: A: the folder of a role, of a step, or of all steps (the newest complete one), or what `select` returns.
-        right: B, given in the same way. If A and B each have only one role, these roles may have different names.
-        ignored: regular expressions; tensors whose whole name matches one are not compared.
+        right: B: as for A. If A and B each have only one role, these roles may have different names.
+        ignored: regular expressions. A tensor is not compared if its whole name matches one of them.
 
     Raises:
         InvalidArgumentError: A and B have no role in common.
@@ -144,9 +146,9 @@ def diff(
     both = [role for role in ours if role in theirs]
     if not both:
         told = (f"{next(iter(each.values())).parent} has {', '.join(each)}" for each in (ours, theirs))
-        raise InvalidArgumentError(f"{', '.join(told)}: name the folders of two roles")
+        raise InvalidArgumentError(f"{', '.join(told)}, so no role is in both: name the folders of two roles")
     patterns = compiled(ignored, "ignored")
-    with reading([*ours.values(), *theirs.values()]):  # a trainer that still runs could delete a step
+    with reading([*ours.values(), *theirs.values()]):  # keeps a running trainer from deleting a step
         pairs = [_RolePair.open(ours[role], theirs[role], patterns) for role in both]
         groups = [tensor.pairs for pair in pairs for tensor in pair.tensors]
         differences = iter(compare_pairs(groups, tolerance, progress, "diff"))
@@ -188,12 +190,13 @@ class _RolePair:
         return _RolePair(left, right, there, len(tensors) - len(there))
 
     def diff(self, differences: Iterator[Differences], tolerance: Tolerance) -> RoleDiff:
-        """Returns the result. Takes one item of `differences` for each of the tensors."""
+        """Returns the result. Takes one item from `differences` for each item of `tensors`."""
         found = [tensor.result(next(differences), tolerance) for tensor in self.tensors]
         values, notes = _plain_differences(self.left, self.right)
         if self.apart:
             notes.append(
-                f"{self.apart} tensors that belong to ranks' files as a whole: not compared, because the layouts differ"
+                f"{self.apart} tensors belong to the files of single ranks, and were not compared because the layouts "
+                "differ"
             )
         return RoleDiff(
             Path(self.left.place),
@@ -207,12 +210,12 @@ class _RolePair:
 
 
 def _badness(tensor: DifferentTensor) -> tuple[bool, float, int, str]:
-    """Returns a sort key: tensors that could not be compared come first, then the largest differences."""
+    """Returns a key that sorts tensors that could not be compared first, then the others by falling differences."""
     return bool(tensor.numel), -tensor.max_abs, -tensor.differing, natural_order(tensor.name)
 
 
 def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]:
-    """Yields the names of all tensors in A and in B. A tensor may have a synonym in B."""
+    """Yields the names of all tensors in A and in B. The name in B may be a synonym of the name in A."""
     there = {name: found_as(name, right.names) or name for name in left.names}
     yield from there.items()
     matched = set(there.values())
@@ -230,7 +233,7 @@ class _Tensor:
     pairs: tuple[Pair, ...] = ()
 
     def result(self, found: Differences, tolerance: Tolerance) -> DifferentTensor | None:
-        """Returns how the tensor differs; None if it does not."""
+        """Returns the tensor's difference; None if both tensors are the same."""
         allowed = all(tolerance.allows(pair.left.info.dtype, pair.right.info.dtype) for pair in self.pairs)
         if self.pairs and allowed and not found.count:
             return None
@@ -247,7 +250,7 @@ def _tensors(left: NativeReader, right: NativeReader, name: str, other: str) -> 
     for kind in dict.fromkeys((*ours, *theirs)):
         both = [reader.is_alias(keys[kind]) for reader, keys in ((left, ours), (right, theirs)) if kind in keys]
         if len(both) == 2 and all(both):
-            continue  # the main parameters are the model's tensors, which are compared already
+            continue  # both main parameters are the model's own tensors, which are compared already
         here = shards_of(left, ours[kind]) if kind in ours else ()
         there = shards_of(right, theirs[kind]) if kind in theirs else ()
         if here and there:
@@ -262,7 +265,8 @@ def _in_both(
     infos = _info(ours), _info(theirs)
     parts = [(ours, theirs)]
     if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
-        # These shards are not parts of a global tensor. Each belongs to a rank's file as a whole, or to a whole shard.
+        # These shards are not parts of a global tensor, but belong to the file of a rank or to a shard. Compare them
+        # file by file.
         there = {shard.file: shard for shard in theirs}
         if {shard.file for shard in ours} != there.keys():
             return None
@@ -295,8 +299,8 @@ _PLAIN_KINDS = {"common": file_names.COMMON_FILE, "rng": "random states", "extra
 
 
 def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[DifferentValue], list[str]]:
-    """Returns the values that differ, and notes on what cannot be compared under different layouts."""
-    facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints state no facts
+    """Returns the values that differ, and notes on the state that cannot be compared because the layouts differ."""
+    facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints have no facts
     values = [DifferentValue(f"model: {each.name}", str(each.saved), str(each.live)) for each in facts]
     values += _different_part_files(left, right)
     notes: list[str] = []

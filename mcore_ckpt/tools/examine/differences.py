@@ -1,4 +1,4 @@
-"""Says by how much two tensors, or two plain values, differ."""
+"""Finds the differences of two tensors, or of two plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A list of numbers is one value. If it is longer than this, such as the state of a generator, it is not shown.
+# A list of numbers is shown as one value. A list with more numbers than this, such as the state of a generator, is not
+# shown.
 _MOST_ITEMS = 16
 _SHOWN = 60
 
@@ -18,8 +19,8 @@ _SHOWN = 60
 class Tolerance:
     """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
 
-    If both are 0, every bit must be equal. If `any_dtype` is True, tensors of different dtypes are the same if their
-    values are.
+    If `atol` and `rtol` are 0, every bit must be equal. If `any_dtype` is True, tensors of different dtypes are the
+    same if their values are the same.
     """
 
     atol: float = 0.0
@@ -54,15 +55,15 @@ class Differences:
     def add(self, left: torch.Tensor, right: torch.Tensor, tolerance: Tolerance) -> None:
         """Adds the differences between two flat tensors of the same length. `right` is the reference."""
         if left.dtype == right.dtype:
-            # Comparing bits is faster than comparing values. It also distinguishes -0.0 from 0.0, and a NaN is equal to
-            # itself.
+            # Comparing bits is faster than comparing values. Bits also distinguish -0.0 from 0.0, and show that a NaN
+            # equals itself.
             bits = _bits(left) != _bits(right)
             if not bits.any():
                 return
             left, right = left[bits], right[bits]
         ours, wanted = left.to(torch.float64), right.to(torch.float64)
         difference = (ours - wanted).abs()
-        # The difference of two equal infinities is NaN, but counts as 0. So does the difference of two NaNs.
+        # The difference of two equal infinities is NaN, but counts as 0. The difference of two NaNs counts as 0, too.
         difference[(ours == wanted) | (ours.isnan() & wanted.isnan())] = 0.0
         difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         relative = torch.where(difference == 0, 0.0, difference / wanted.abs().nan_to_num(nan=0.0))
@@ -90,7 +91,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class DifferentValue:
     """A plain value that differs: its place, such as "optimizers[0].param_groups[1].lr", and the two values as text.
 
-    A text is None if that value is not there.
+    A text is None if the value is missing on that side.
     """
 
     name: str
@@ -99,7 +100,7 @@ class DifferentValue:
 
 
 def different_values(left: Any, right: Any, name: str) -> Iterator[DifferentValue]:
-    """Yields what differs between two plain values, by name.
+    """Yields the differences between two plain values, by name.
 
     Example:
         >>> list(different_values({"lr": 1.0, "eps": 0.5}, {"lr": 2.0, "eps": 0.5}, "group"))

@@ -1,4 +1,4 @@
-"""Finds the checkpoint at a path, whichever program wrote it, and opens its reader."""
+"""Finds the checkpoint at a path, of this package or of another program, and opens a reader for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ONE_STEP = ("legacy", "huggingface", "adapter")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint of one role: its folder, and the name of its kind, which is "native" for this package's format."""
+    """A checkpoint of one role: its folder, and the name of its kind ("native" for this package's format)."""
 
     path: Path
     kind: str
@@ -37,11 +37,11 @@ class FoundCheckpoint:
 
     @property
     def has_hf_names(self) -> bool:
-        """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
+        """True if the tensors have HuggingFace's names and values, so that a merge only copies them."""
         return self.of_kind.has_hf_names
 
     def config_dir(self) -> Path:
-        """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
+        """Returns the folder with the checkpoint's `config.json`. Raises CheckpointNotFoundError if there is none."""
         found = file_names.config_dir(self.path)
         if found is None:
             raise CheckpointNotFoundError(
@@ -58,14 +58,14 @@ def find_checkpoint(
 
     Args:
         path: the folder of a role, of a step, or of all steps. In a folder of all steps, the newest complete step of
-            this package is taken. For a checkpoint of megatron's own trainer, it is an `iter_...` folder.
+            this package is taken. The folder of a step of megatron's own trainer is an `iter_...` folder.
         backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one.
 
     Raises:
-        InvalidArgumentError: the step has several roles and `role` chooses none of them, the folder holds another step
-            than `step`, or it holds FSDP shards and `backend` is "megatron".
+        InvalidArgumentError: the step has several roles and `role` chooses none of them, the folder has another step
+            than `step`, or the folder has FSDP shards and `backend` is "megatron".
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointCorruptError: a manifest is damaged.
     """
@@ -79,11 +79,11 @@ def find_checkpoint(
         raise CheckpointNotFoundError(f"{path}{what_is(path).reason.removeprefix(':')}")
     if backend == "fsdp":
         raise CheckpointNotFoundError(
-            f"{path}: no FSDP shards: neither this folder nor a role's folder in it has model_world_size_*_rank_*.pt: "
-            "name the folder that has them, or leave out --backend fsdp"
+            f"{path}: has no FSDP shards: neither this folder nor a role's folder in it has "
+            "model_world_size_*_rank_*.pt: name the folder that has these files, or leave out --backend fsdp"
         )
     if any(recognize(each, "fsdp") for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
-        raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
+        raise InvalidArgumentError(f"{path}: has FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
     # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
     models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
@@ -93,8 +93,8 @@ def find_checkpoint(
 def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
     """Opens the reader of a checkpoint of any kind.
 
-    `config`, the `config.json` of its model, gives the shapes of global tensors, which a folder that verl has written
-    with one file per rank does not contain.
+    `config` is the `config.json` of the model. It gives the shapes of global tensors, which are missing in a folder
+    where verl has written one file per rank.
 
     Raises CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
@@ -102,7 +102,7 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
 
 
 def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
-    """Returns the facts about a checkpoint's model: from the checkpoint itself, or else from its `config.json`."""
+    """Returns the facts about a checkpoint's model, from the checkpoint itself, or else from its `config.json`."""
     return found.of_kind.facts(reader) or facts_of_folder(found.path)
 
 
@@ -112,14 +112,14 @@ def _foreign_kind(folder: Path, backend: Backend) -> str | None:
 
 
 def _places(path: Path, step: int | None) -> list[Path]:
-    """Returns the folders that may be another program's checkpoint or contain its roles: the path, or a step's folder.
+    """Returns the folders that may be a foreign checkpoint, or contain the roles of one: the path, or steps in it.
 
     Raises InvalidArgumentError if the path has several steps of another program, and `step` chooses none of them.
     """
     found = what_is(path)
     if step is not None:
         if found.is_foreign_checkpoint or found.kind in _ONE_STEP:
-            raise InvalidArgumentError(f"{path}: is {found.what}, and no folder of steps: leave out --step")
+            raise InvalidArgumentError(f"{path}: is {found.what}, not a folder of steps: leave out --step")
         return [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
     if found.kind != "foreign root":
         return [path]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 
-# How far above a path its root can be: <root>/<step>/<role>/model/mp_rank_00_000.
+# How many levels above a path its root can be: <root>/<step>/<role>/model/mp_rank_00_000.
 _MOST_ABOVE = 4
-# How far below a path roots are looked for, and in how many folders at most: enough for <project>/<experiment>.
+# Roots below a path are looked for this many levels deep, in at most this many folders: enough for
+# <project>/<experiment>.
 _MOST_BELOW, _MOST_FOLDERS = 2, 200
 
 
@@ -39,7 +40,7 @@ def _root_above(path: Path) -> Path | None:
     absolute = Path(os.path.abspath(path))
     for depth, folder in enumerate([absolute, *absolute.parents][:_MOST_ABOVE]):
         if file_names.parse_step(folder.name) is not None:
-            # Keep the form in which the path was typed, if a part of it names the folder.
+            # If the typed path contains the folder's path, return that part, so that a relative path stays relative.
             typed = () if ".." in path.parts else path.parts[: len(path.parts) - depth - 1]
             return Path(*typed) if typed else folder.parent
     return None

@@ -1,14 +1,14 @@
-"""Gathers what a page about a checkpoint shows: `mcore-ckpt inspect --html`.
+"""Gathers the content of the page about a checkpoint: `mcore-ckpt inspect --html`.
 
-This reads no tensor's bytes. Only the diff that an `Overview` may contain needs them.
+No bytes of tensors are read, except for the diff that an `Overview` may contain.
 
 The result keeps the numbers of all shards in columns, because a checkpoint has hundreds of thousands of shards.
 
 `cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
 `page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
-they are looked at; a test compares both for every shard. Names in a checkpoint may be hostile. Compressed and in base
-64 they cannot end the element that they are in, scripts put them into text nodes only, and a policy in the page's head
-lets the browser run the page's script and nothing else.
+they are looked at; a test compares both for every shard. Names in a checkpoint may be hostile. The page stores them
+compressed and in base 64, so a name cannot end the HTML element that contains it; scripts put names into text nodes
+only; and a policy in the page's head forbids all other scripts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mcore_ckpt.tools.examine.diff import RoleDiff
 from mcore_ckpt.tools.examine.differences import finite_or_none
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
-# The value of `ShardColumns.same_as` for a shard that does not share the bytes of another kind.
+# The value of `ShardColumns.same_as` for a shard with its own bytes.
 NO_ALIAS = -1
-# The axes of a rank's coordinates, in the order in which `RoleOverview.ranks` has them.
+# The axes of a rank's coordinates, in the order of `RoleOverview.ranks`.
 AXES = tuple(RankCoordinates.__dataclass_fields__)
 
 
@@ -45,7 +45,7 @@ class ShardColumns:
     Attributes:
         tensor, file: positions in the tensors and files of the checkpoint.
         kind, dtype, region: positions in the tables of `RoleOverview`.
-        start, stop: the flat range of the region's local tensor that the shard holds, in elements.
+        start, stop: the shard's flat range in the region's local tensor, in elements.
         offset, nbytes: where the shard's bytes are in the file.
         same_as: the kind under which the bytes are stored, as a position in the table of kinds; NO_ALIAS if that is the
             shard's own kind.
@@ -68,8 +68,9 @@ class RoleOverview:
     """One role's checkpoint.
 
     Attributes:
-        tensors: the global names of its tensors, in natural order.
-        kinds, dtypes, regions: the tables that the columns of `shards` refer to. The regions have no flat ranges.
+        tensors: the global names of the tensors, in natural order.
+        kinds, dtypes, regions: the tables that the columns of `shards` refer to. The regions in the table have no flat
+            ranges.
         shards: where each part of each tensor is.
     """
 
@@ -110,7 +111,7 @@ class Overview:
 
     Attributes:
         compared_with: the checkpoint that the roles were compared with; None if there was no comparison.
-        diffs: what differs, by the folder of each role that the other checkpoint has, too.
+        diffs: the differences, by role's folder, of each role that the other checkpoint has, too.
         only_in_other: the roles that only the other checkpoint has.
     """
 
@@ -130,7 +131,7 @@ class Overview:
 
 
 def overview_of_role(role_dir: Path, progress: Progress = no_progress) -> RoleOverview:
-    """Reads the manifest and all indexes of a role's checkpoint. `progress` counts the bytes of indexes.
+    """Reads the manifest and all indexes of a role's checkpoint. `progress` is told the bytes of the indexes.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -145,7 +146,7 @@ def overview_of_role(role_dir: Path, progress: Progress = no_progress) -> RoleOv
     tables = _Tables(manifest)
     read = partial(read_index, role_dir)
     sizes = [0 if file.index is None else file.index.size for _, file in indexed]
-    # Read a few files at a time, so that not all indexes are in memory at once.
+    # Read a few files at a time, because all indexes together could need much memory.
     for first in range(0, len(indexed), tuning.LOOK_THREADS):
         last = first + tuning.LOOK_THREADS
         indexes = results_of([file for _, file in indexed[first:last]], read, tuning.LOOK_THREADS)
@@ -178,7 +179,7 @@ class _Tables:
     def _add(self, file: int, name: str, kind: str, dtype: str, region: Region, place: tuple[int, int, int]) -> None:
         tensor = self._number.get(name)
         if tensor is None:
-            return  # the manifest does not list this tensor, so readers do not see it either
+            return  # readers do not see a tensor that the manifest does not list
         local = Region(region.global_shape, region.local_shape, region.pieces, (0, 0))
         numbers = (_number_of(self._kinds, kind), _number_of(self._dtypes, dtype), _number_of(self._regions, local))
         self._rows.append((tensor, file, *numbers, *region.flat, *place))

@@ -1,4 +1,4 @@
-"""Tells how far a tool has got."""
+"""Reports the progress of a tool."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes that are done, and the number of all bytes."""
+"""A function that tools call with the number of bytes done, and with the number of all bytes."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Tells nobody how far a tool has got."""
+    """Ignores the progress of a tool."""
 
 
 def summed(progress: Progress, total: int) -> Callable[[int], None]:
     """Returns a function that adds up the bytes of finished parts of the work, and passes the sum to `progress`.
 
-    Several threads may call it. The sum is at most `total`, which may be a lower bound.
+    Several threads may call it. `total` may be a lower bound of the work; the sum never exceeds it.
 
     Example:
         >>> add = summed(lambda done, total: print(done, total), 5)

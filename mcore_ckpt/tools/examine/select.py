@@ -29,10 +29,10 @@ def select(path: Path, step: int | None = None, of_one_node: bool = False) -> Se
     Args:
         path: the folder of a role, of a step (all its roles), or of all steps (the newest complete one).
         step: the step to take from a folder of all steps; None for the newest.
-        of_one_node: True to also accept a node's folder of the fast tier that lacks files which other nodes have.
+        of_one_node: True to also accept a node's folder of the fast tier if the files that it lacks are on other nodes.
 
     Raises:
-        InvalidArgumentError: the folder holds another step than `step`.
+        InvalidArgumentError: the folder has another step than `step`.
         CheckpointNotFoundError: there is no checkpoint, or the step is not complete.
         CheckpointCorruptError: a manifest is damaged.
     """

@@ -1,4 +1,4 @@
-"""Lists the steps below a root with size, age and state, and whether they are here or in a remote store."""
+"""Lists the steps below a root with their size, age, state and place (below the root, in a remote store, or both)."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ class ListedStep:
     """One step.
 
     Attributes:
-        path: its folder; its URL if it is only in the remote store.
-        state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
-            not known to be dead still writes it), "damaged" (all roles have their manifests, but files are missing or
-            cut) or "incomplete".
-        reason: why the step is not complete; empty if it is. For a partial step, it says what is here.
+        path: the step's folder; its URL if the step is only in the remote store.
+        state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that may
+            be alive still writes it), "damaged" (all roles have their manifests, but files are missing or cut) or
+            "incomplete".
+        reason: why the step is not complete; empty if it is complete. For a partial step, how many files are here.
         roles, declared: the committed roles, and all roles of the step, sorted.
-        pinned: True if retention keeps it.
-        newest: True for the newest complete step of all. A partial step counts, because the nodes have all of it.
+        pinned: True if a pin keeps the step from retention.
+        newest: True for the newest complete step of all. A partial step counts as complete, because the nodes together
+            have all files.
         created: when the step was saved (ISO 8601, UTC); empty if no role is committed.
-        places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
-        of_nodes: for a partial step, what is here of the role that lacks most.
-        saves: the saves of this step that have not committed. For a complete step they are looked for only if it is the
-            newest, or if the list has only the last few steps.
+        places: where the step is complete: "local", "remote" or both. An incomplete step below the root has "local".
+        of_nodes: for a partial step, the files that are here, of the role that lacks most files.
+        saves: the saves of this step that have not committed. Saves of a complete step are looked for only if the step
+            is the newest, or if the list has only the last few steps.
         abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an
             earlier step, or has started anew.
-        commit, run: the step's commit number, and the id of its run; None if its manifests have none.
-        parent: the step of another run that its run began with; None if there is none.
-        metrics: its metrics, by name.
+        commit, run: the step's commit number, and the id of its run; None if the manifests do not have them.
+        parent: the step of another run with which the step's run began; None if the run began without one.
+        metrics: the step's metrics, by name.
         dropped: the contents that retention has removed from one of its roles, such as "optimizer".
     """
 
@@ -82,7 +83,7 @@ class ListedStep:
 
     @property
     def counts(self) -> bool:
-        """True if all roles are committed, whether all files are here or other nodes have some."""
+        """True for a complete or partial step: all roles are committed, and all files are here or on other nodes."""
         return self.state in ("complete", "partial")
 
     def age_s(self, now: datetime.datetime) -> float | None:
@@ -103,14 +104,14 @@ class StepList:
     last: StepCommit | None = None
 
     def order_of(self, step: ListedStep) -> tuple[bool, int, int]:
-        """Returns a key that sorts steps by their commits, abandoned steps first. Deleted steps can be sorted, too."""
+        """Returns a key that sorts steps by their commits, abandoned steps first. `step` may be a deleted step."""
         number = step.step if step.commit is None else step.commit
         given_up = self.last is not None and bool(step.roles) and self.last.has_given_up(number)
         return not given_up, number, step.step
 
 
 def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
-    """Looks at the steps below a root. Reads only manifests, and looks at names and sizes of the other files.
+    """Looks at the steps below a root. Reads only manifests, and the names and sizes of the other files.
 
     Args:
         root: the folder of the steps.
@@ -145,7 +146,7 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
             listed = _remote_only(store, there[number], number == newest)
             found.append(_with_commit(listed, there[number].found.values(), number in given_up))
             continue
-        # A step may have only a staging folder yet, next to the place of its future folder.
+        # A step that is saved for the first time has no folder yet, but only a staging folder next to its place.
         status = status or StepStatus(number, file_names.step_dir(root, number), frozenset(), frozenset(), ())
         is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
@@ -165,8 +166,8 @@ def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: 
 def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
     """Returns the steps in which a save may be under way.
 
-    These are the incomplete steps, and the newest complete one, which a trainer may save again. To look into thousands
-    of other steps would double the calls to a file system that may be far away.
+    These are the incomplete steps, and the newest complete step, which a trainer may save again. Looking into thousands
+    of other steps would double the calls to the file system, which may be slow.
     """
     newest = _newest(statuses)
     return [status.path for status in statuses if last is not None or not status.is_complete or status.step == newest]
@@ -178,9 +179,10 @@ def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
 
 
 def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
-    """True if a process that is not known to be dead is about to complete a step.
+    """True if a process that may be alive is about to complete a step.
 
-    `root` is None for a step that is older than the newest complete one, because nobody will save its missing roles.
+    `root` is None for a step that is older than the newest complete step, because trainers no longer save its missing
+    roles.
     """
     if status.is_claimed or status.problems:
         return False
@@ -223,7 +225,7 @@ def _state(step: StepStatus | RemoteStep) -> State:
 
 
 def _remote_steps(url: str, root: Path) -> RemoteSteps:
-    # Importing fsspec takes as long as a whole list without a remote store.
+    # Imported only here, because the import of fsspec takes as long as a whole list without a remote store.
     from mcore_ckpt.io.store import Store
     from mcore_ckpt.steps.remote_steps import RemoteSteps
 

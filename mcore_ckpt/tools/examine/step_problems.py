@@ -1,8 +1,8 @@
-"""Finds out what is wrong with steps as a whole and with their tracker, even while trainers save there.
+"""Finds problems of whole steps and of the tracker, even while trainers save there.
 
 A single look can find a step that lacks a role because the role's commit is still to come, a tracker that is about to
-be updated, or half of a step that retention is deleting. A moment later all of that is in order. So a finding of the
-first look is a problem only if later looks find it, too, and no living trainer can be about to mend it.
+be updated, or half of a step that retention is deleting. A moment later all of that is in order. So a problem must also
+show in later looks, and there must be no living trainer that could be about to mend it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.trainer_watch import TrainerWatch, any_life
 
-# One role of a trainer can be one save behind another role. The role that is ahead waits for it before its next save.
+# A role of a trainer can be one save ahead of another role, but waits for that role before the next save.
 _STEPS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The result of a second look: what is wrong, and what a living trainer is about to complete."""
+    """The result of later looks: the problems, and the steps that a living trainer is about to complete."""
 
     problems: tuple[str, ...] = ()
     under_way: tuple[str, ...] = ()
@@ -36,9 +36,9 @@ class Settled:
 
 @dataclass(frozen=True)
 class _Suspects:
-    """Possible problems: incomplete steps, why the tracker is wrong, and the step that it names.
+    """Possible problems: incomplete steps, and a problem of the tracker.
 
-    `tracker` is None if the tracker is right, or if it is not to be examined.
+    `tracker` is None if the tracker has no problem, or is not examined. `tracked` is the step that the tracker names.
     """
 
     steps: tuple[StepStatus, ...]
@@ -47,11 +47,11 @@ class _Suspects:
 
 
 class StepProblems:
-    """Looks at steps when it is made, and again in `settle`. `statuses` are the steps, as the first look found them.
+    """Looks at steps when it is made, and again in `settle`. `statuses` are the steps at the first look.
 
     Args:
         path: the folder of one step, or of all steps.
-        step: the only step to look at in a folder of all steps; None for all of them and the tracker.
+        step: the only step to look at in a folder of all steps; None for all steps and the tracker.
 
     Raises OSError as `list_steps` does.
     """
@@ -68,7 +68,7 @@ class StepProblems:
         self._suspects = self._look(self.statuses)
 
     def settle(self) -> Settled:
-        """Returns what is still wrong. It waits, at most half a minute, while problems may go away by themselves."""
+        """Returns the problems that remain. Waits, at most half a minute, while they may go away by themselves."""
         problems: list[str] = []
         under_way: list[str] = []
         try:
@@ -79,45 +79,49 @@ class StepProblems:
                 problems, under_way, unknown = self._sorted(suspects, lives)
                 if not unknown:
                     return Settled(tuple(problems), tuple(under_way))
-                # Looking may take longer than the pause (on a distant file system). Then pause for as long as it took.
+                # If a look takes longer than the pause (on a slow file system), pause for as long as the look took.
                 time.sleep(max(tuning.SETTLE_POLL_S, time.monotonic() - began))
         except OSError as error:
             first = [status.reason for status in self._suspects.steps]
             first += [] if self._suspects.tracker is None else [self._suspects.tracker]
-            return Settled((*first, f"{self._root}: could not be looked at again: {error}"))
+            return Settled(
+                (*first, f"{self._root}: could not be read again, so these problems may be temporary: {error}")
+            )
 
     def _look(self, statuses: Iterable[StepStatus]) -> _Suspects:
-        # A save that is under way is not a problem. `verify` itself reports each file that a step lacks.
+        # Leave out saves under way, and steps in which only files are missing: `verify` itself reports each missing
+        # file.
         incomplete = (status for status in statuses if not status.is_claimed and steps.holds_something(status))
         tracked = steps.read_tracker(self._root)
         wrong = tracker.tracker_problems(self._root) if self._with_tracker else []
         return _Suspects(tuple(incomplete), next(iter(wrong), None), tracked)
 
     def _look_again(self) -> _Suspects:
-        """Looks again, and returns the suspects of the last look that still are suspects."""
+        """Looks again, and returns the suspects of the last look that are still suspects."""
         last = self._suspects
         found = self._look([steps.step_status(status.path) for status in last.steps])
-        # The sentence about the tracker changes with each commit, because it also names the newest step. So compare the
-        # step that the tracker names: if it is another step than before, the tracker is being updated.
+        # Do not compare the sentence about the tracker, which changes with each commit. Compare the step that the
+        # tracker names: if this step has changed, the tracker is being updated.
         is_same = last.tracker is not None and found.tracked == last.tracked
         self._suspects = _Suspects(found.steps, found.tracker if is_same else None, found.tracked)
         return self._suspects
 
     def _sorted(self, suspects: _Suspects, lives: Mapping[str, Life]) -> tuple[list[str], list[str], list[str]]:
-        """Returns what is a problem, what is under way, and what is not decided yet."""
+        """Sorts suspects into problems, saves under way, and undecided ones."""
         by_life: dict[Life, list[str]] = {life: [] for life in Life}
         if suspects.steps:
             newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))
             limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
             oldest = max(limits, default=0)
-            # After a rollback, what is under way has lower numbers than the abandoned steps.
+            # After a rollback, steps under way have lower numbers than the abandoned steps.
             last = sorted(suspects.steps, key=order_of)[-_STEPS_UNDER_WAY:]
             for status in suspects.steps:
                 is_newer = newest is not None and status in last and order_of(status) > order_of(newest)
                 is_last = status.step >= oldest or is_newer
                 by_life[life_of_saver(status, lives) if is_last else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
-            # A trainer moves the tracker right after its commit. If it has not done so for this long, it has failed.
+            # A trainer updates the tracker right after the commit. If the tracker is wrong for this long, the trainer
+            # has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S
             is_dead = is_late or any_life(lives.values()) is Life.DEAD
             by_life[Life.DEAD if is_dead else Life.UNKNOWN].append(suspects.tracker)
@@ -125,11 +129,11 @@ class StepProblems:
 
 
 def life_of_saver(status: StepStatus, lives: Mapping[str, Life]) -> Life:
-    """Returns whether a trainer that can commit the missing roles of a step is alive."""
+    """Returns the state of the trainer that could commit the missing roles of a step."""
     missing = status.missing
     if status.problems or not missing:
         return Life.DEAD
-    # A role has no lock file if no trainer has saved it yet, or if it consists of plain files. The trainer of any
-    # other role of the step may write it.
+    # A role has no lock file if no trainer has saved it yet, or if it consists of plain files. Then the trainer of any
+    # other role of the step may write the missing role.
     candidates = status.declared if missing - lives.keys() else missing
     return any_life(lives[role] for role in candidates if role in lives)

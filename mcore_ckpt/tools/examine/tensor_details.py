@@ -1,8 +1,8 @@
 """Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part.
 
-Each value is read once, in the order of storage, in batches of 16 MiB. Statistics need no order, so the tensor is not
-put together. Mean and deviation of batches are merged without cancellation. If several tensor-parallel ranks hold the
-same part, the first rank's copy counts.
+Each value is read once, in batches of 16 MiB, in the order of storage, because statistics do not depend on the order.
+Mean and deviation of batches are merged without cancellation. If several tensor-parallel ranks have the same part, the
+first rank's copy is read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
 from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 
-# How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
+# How many bytes of a tensor are in memory at a time. The fp64 copies of these bytes need a few times as much.
 _BATCH_BYTES = 16 << 20
 _SUGGESTED = 3
 
 
 @dataclass(frozen=True)
 class Values:
-    """Statistics of a tensor's elements. All but the counts describe the finite elements; None if there are none.
+    """Statistics of a tensor's elements. All fields except the counts describe only the finite elements.
 
     `std` is the standard deviation with a divisor of n, not n - 1. `norm` is the square root of the sum of squares.
     """
@@ -78,9 +78,10 @@ class KindDetails:
         kind: "model", "opaque", "param", "exp_avg", ...
         dtype: without "torch.".
         shape: the global shape.
-        same_as: the kind under which the bytes are stored, if that is another kind (fp32 training); None otherwise.
-        values: the statistics; None for opaque bytes, and if `same_as` is not None.
-        parts: where the parts are. Tensor-parallel ranks that hold the same part each have it in their file.
+        same_as: the other kind under which the bytes are stored (fp32 training); None otherwise.
+        values: the statistics; None for opaque bytes, and if `same_as` is given.
+        parts: the stored parts. If several tensor-parallel ranks have the same part, it is listed for each of their
+            files.
     """
 
     kind: str
@@ -109,14 +110,14 @@ def describe_tensor(role_dir: Path, name: str, progress: Progress = no_progress)
         name: the tensor's global name, or a synonym of it.
 
     Raises:
-        InvalidArgumentError: the checkpoint has no such tensor. The message gives the closest names.
+        InvalidArgumentError: the checkpoint has no such tensor. The message suggests similar names.
         CheckpointCorruptError: the manifest, an index or a block is damaged, or elements are in no file.
 
     Example:
         >>> describe_tensor(role_dir, "decoder.final_layernorm.weight").kinds[0].values.nans  # doctest: +SKIP
         0
     """
-    with reading([role_dir]):  # a trainer that still runs could delete the step
+    with reading([role_dir]):  # keeps a running trainer from deleting the step
         reader = NativeReader.open(role_dir)
         found = found_as(name, reader.names)
         if found is None:
@@ -134,7 +135,7 @@ def _closest(name: str, names: Iterable[str]) -> str:
     inside = [each for each in known if name in each]
     close = inside or difflib.get_close_matches(name, known, _SUGGESTED, cutoff=0.5)
     if not close:
-        return ": list all with --tensors"
+        return ": list all tensors with --tensors"
     more = f" and {len(close) - _SUGGESTED} more" if len(close) > _SUGGESTED else ""
     return f": the closest are {', '.join(close[:_SUGGESTED])}{more}"
 
@@ -181,7 +182,7 @@ def _values(
 
 
 def _reads(reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard]) -> Sequence[ReadRange]:
-    """Returns ranges that contain each element once, even if several tensor-parallel ranks have stored it."""
+    """Returns ranges that contain each element once, even if several tensor-parallel ranks have stored the element."""
     if shards[0].beside is not None:
         return [ReadRange.whole(shard) for shard in shards]
     return reads_of(reader, key, Region.whole(shards[0].region.global_shape), shards)
@@ -230,7 +231,7 @@ class _Sums:
         values = elements.to(torch.float64)
         self._count += len(values)
         self._zeros += len(values) - int(values.count_nonzero())
-        # A sum is finite only if all of its terms are. So most tensors need only this one check.
+        # A sum is finite only if all terms are finite. So for most tensors, this check is enough.
         if not math.isfinite(float(values.sum())):
             nans = values.isnan()
             self._nans += int(nans.sum())
@@ -245,7 +246,7 @@ class _Sums:
         self._merge(len(values), *map(float, torch.var_mean(values, correction=0)))
 
     def _merge(self, count: int, variance: float, mean: float) -> None:
-        """Merges mean and sum of squared distances from it without cancellation (Chan, Golub and LeVeque)."""
+        """Merges means and sums of squared distances from the mean without cancellation (Chan, Golub and LeVeque)."""
         all_of = self._finite + count
         apart = mean - self._mean
         self._squares += variance * count + apart * apart * self._finite * count / all_of

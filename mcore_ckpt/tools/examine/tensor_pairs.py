@@ -1,7 +1,7 @@
 """Compares pairs of tensors, several pairs at a time, in batches of elements.
 
-Memory use does not grow with the size of the tensors. A thread holds one batch of both tensors of its pair and, if
-elements differ, their fp64 copies, which take a few times as much.
+Memory use does not grow with the size of the tensors. A thread has one batch of both tensors of a pair in memory and,
+if elements differ, fp64 copies, which take a few times as much memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
 from mcore_ckpt.tools.examine.progress import Progress, summed
 
-# The size of a batch in bytes, in the wider of the two dtypes.
+# The size of a batch in bytes, counted in the wider of the pair's two dtypes.
 _BATCH_BYTES = 8 << 20
 
 
@@ -27,8 +27,8 @@ _BATCH_BYTES = 8 << 20
 class Side:
     """One of the two tensors of a pair.
 
-    Several threads call `read` with the position of an element and a flat tensor of the dtype in `info`. It fills the
-    tensor with that element and the following elements.
+    Several threads call `read` with the position of an element and a flat tensor of the dtype in `info`. `read` fills
+    the tensor with that element and the elements after it.
     """
 
     info: TensorInfo
@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two tensors of the same shape. The right one is the reference."""
+    """Two tensors of the same shape. `right` is the reference."""
 
     left: Side
     right: Side
@@ -56,9 +56,9 @@ def compare_pairs(
 ) -> list[Differences]:
     """Returns the differences of each group of pairs, added up. A group may be empty.
 
-    `progress` counts the bytes of left tensors. The names of the threads begin with `thread_name`.
+    `progress` counts bytes of the left tensors. The names of the threads begin with `thread_name`.
 
-    Raises the first error of a `read`. After such an error or Ctrl-C, no thread begins another batch.
+    Raises the first error of a `read`. After an error or Ctrl-C, no thread begins another batch.
     """
     count = summed(progress, sum(pair.left.nbytes for pairs in groups for pair in pairs))
     stop = threading.Event()
@@ -75,7 +75,7 @@ def compare_pairs(
         try:
             return list(pool.map(compare_group, groups))
         except BaseException:
-            stop.set()  # otherwise this function would first finish the tensors that are being compared
+            stop.set()  # makes all threads stop before their next batch, instead of finishing their tensors
             raise
 
 

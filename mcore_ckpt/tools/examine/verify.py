@@ -25,7 +25,7 @@ from mcore_ckpt.tools.examine.select import check_step
 from mcore_ckpt.tools.examine.step_problems import Settled, StepProblems
 from mcore_ckpt.tools.examine.what_is import why_none
 
-# How often a role is verified if it is saved again each time.
+# A role that is saved again while it is verified is verified at most this many times.
 _TRIES = 5
 
 
@@ -33,8 +33,7 @@ _TRIES = 5
 class VerifiedRole:
     """The result for one role of one step: the files that its manifest lists, and what is damaged.
 
-    In a node's folder of the fast tier, `of_nodes` says which files are here. Files that only other nodes have are not
-    verified.
+    In a node's folder of the fast tier, `of_nodes` has the files that are here; other files are not verified.
     """
 
     path: Path
@@ -49,9 +48,9 @@ class Report:
     """The result of `verify`.
 
     Attributes:
-        problems: why steps are not complete, and what is wrong with the tracker.
-        under_way: which steps living trainers are still saving, and why these steps are not complete yet.
-        seconds: how long verifying took.
+        problems: sentences on incomplete steps and on a wrong tracker.
+        under_way: sentences on steps that living trainers are still saving.
+        seconds: the duration of the verification.
     """
 
     roles: tuple[VerifiedRole, ...]
@@ -93,7 +92,7 @@ def verify_role(
 def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
     if manifest.placement is None:
         return None
-    # A truncated file counts as a file that is here: it is damaged, and not merely on other nodes.
+    # Count a truncated file as a file that is here, so that it is reported as damaged and not as missing here.
     there = sizes_of(role_dir, (file.path for file in manifest.files))
     return files_among(manifest, (number for number, file in enumerate(manifest.files) if file.path in there))
 
@@ -102,17 +101,17 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
     """Verifies all checkpoints at a path, even while a trainer saves there.
 
     It reports an incomplete step as a problem, and still verifies its roles. A step that a living trainer is still
-    saving is not a problem but under way. A step that retention deletes meanwhile is left out.
+    saving is not a problem, but is reported as under way. A step that retention deletes meanwhile is left out.
 
     Args:
-        path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all of them and the
+        path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all steps and the
             tracker).
         step: the only step to verify; None for all.
         deep: see `verify_role`.
 
     Raises:
-        InvalidArgumentError: the folder holds another step than `step`.
-        CheckpointNotFoundError: there is nothing to verify, or it was deleted meanwhile.
+        InvalidArgumentError: the folder has another step than `step`.
+        CheckpointNotFoundError: there is nothing to verify, or it was deleted during the verification.
 
     Example:
         >>> verify(Path("checkpoints")).is_sound  # doctest: +SKIP
@@ -125,15 +124,15 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
     started = time.monotonic()
     verdicts = [verdict for role in roles if (verdict := _verify_undisturbed(role, deep, count)) is not None]
     if not verdicts:
-        raise CheckpointNotFoundError(f"{path}: was deleted while it was verified")
+        raise CheckpointNotFoundError(f"{path}: was deleted while it was being verified")
     settled = problems.settle() if problems is not None else Settled()
     return Report(tuple(verdicts), settled.problems, settled.under_way, time.monotonic() - started)
 
 
 def _verify_undisturbed(role: _Role, deep: bool, progress: Callable[[int], None]) -> VerifiedRole | None:
-    """Verifies one role, and once more if a trainer has saved the step meanwhile. Returns None if the role is gone.
+    """Verifies one role, and again if a trainer has saved the step meanwhile. Returns None if the role is gone.
 
-    A save replaces the old checkpoint, locked or not, and retention may delete the step between a look and the lock.
+    A save replaces the old checkpoint even if it is locked, and retention may delete the step just before it is locked.
     Files are then missing, but nothing is damaged.
     """
     verdict = None
@@ -164,10 +163,10 @@ def _attempt(role_dir: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Role:
-    """A role to verify: its folder when the steps were listed, and where to find it again.
+    """A role to verify. `path` is the role's folder at the time when the steps were listed.
 
-    This is needed because a save by two renames moves the folder aside for a moment. `step_path` is None if the role is
-    not looked for in a step.
+    A save by two renames moves the folder aside for a moment. `find` then finds it by `step_path`, the step's folder,
+    and `name`. `step_path` is None if the role is not in a step's folder.
     """
 
     path: Path
@@ -183,12 +182,12 @@ class _Role:
 
 
 def _selected(path: Path, step: int | None) -> tuple[Sequence[_Role], StepProblems | None]:
-    """Returns the roles to verify, and the problems of their steps. For one role, None stands for the problems."""
+    """Returns the roles to verify, and the problems of their steps (None if the path is a single role)."""
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         above = file_names.parse_step(path.parent.name)
         number = file_names.parse_step(path.name) if above is None else above
         if step is not None:
-            # The folder of a role may have been copied to a place where no folder name tells its step.
+            # If the role's folder was copied elsewhere, no folder name shows the step, so read the manifest.
             check_step(path, read_manifest(path).step if number is None else number, step)
         role = _Role(path) if above is None else _Role(path, path.parent, path.name)
         where = role.find()
@@ -232,7 +231,9 @@ def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
             wanted[file_names.rng_file(*at.place)] = rank
     for path, rank in wanted.items():
         if path not in listed:
-            yield Damage(f"{role_dir / file_names.MANIFEST_FILE}: does not list {path}, of rank {rank}", path, rank)
+            yield Damage(
+                f"{role_dir / file_names.MANIFEST_FILE}: does not list {path}, a file of rank {rank}", path, rank
+            )
 
 
 def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:

@@ -1,4 +1,4 @@
-"""Re-reads an intact file with torch, and compares what torch sees with the file's index."""
+"""Reads an intact file again with torch, and compares the tensors with the file's index."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
             problems = list(_differences(role_dir, file))
     except CheckpointCorruptError as error:
         problems = [str(error)]
-    except Exception as error:  # a damaged file can contain anything, so comparing it can raise anything
+    except Exception as error:  # a damaged file can contain anything, so the comparison can raise any error
         problems = [f"{role_dir / file.path}: does not have the expected tensors: {type(error).__name__}: {error}"]
     return [Damage(problem, file.path, file.rank) for problem in problems]
 
 
 def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
     path = role_dir / file.path
-    # Read the file with our own unpickler first (checkpoint/unpickling.py), because a hostile file can make torch's
-    # unpickler use any amount of memory or time. Our reader also refuses compressed entries.
+    # First read the file with our own unpickler (checkpoint/unpickling.py), because a hostile file can make torch's
+    # unpickler use any amount of memory or time. Our unpickler also refuses compressed entries.
     read_pt(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises many types for a bad file
+    except Exception as error:  # torch raises many types of errors for a bad file
         raise CheckpointCorruptError(f"{path}: cannot be opened with weights_only=True: {error}") from error
     shards = {(shard.key.name, shard.key.kind): shard.as_stored for shard in read_index(role_dir, file).shards}
     found = dict(_tensors(state))
@@ -70,10 +70,10 @@ def _tensors(state: Any) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
 def _difference(tensor: torch.Tensor, shard: StoredShard) -> str | None:
     if tensor.dtype != torch_dtype(shard.dtype) or tensor.numel() != shard.region.numel:
         wanted = f"{shard.region.numel} of {shard.dtype}"
-        return f"torch sees {tensor.numel()} elements of {tensor.dtype}, the index has {wanted}"
+        return f"torch reads {tensor.numel()} elements of {tensor.dtype}, but the index has {wanted}"
     if not tensor.is_contiguous():
-        return "torch sees a tensor that is not row-major"
+        return "torch reads a tensor that is not row-major"
     crcs = _native.crc32_blocks(tensor.data_ptr(), tensor.nbytes, BLOCK_BYTES) if tensor.nbytes else []
     if crcs != list(shard.crc32 or ()):
-        return "torch sees bytes whose CRCs differ from those in the index"
+        return "torch reads bytes whose CRCs differ from the CRCs in the index"
     return None

@@ -1,11 +1,12 @@
-"""Watches a root from outside: what is being saved, by whom, how fast, and how long it will still take.
+"""Watches a root from another process: which saves are under way, by which trainer, how fast, and for how long.
 
-It only reads: names, manifests, and how much of some files is written. So it may run on any host that sees the root.
+It only reads: names of files, manifests, and how much of some files is written. So it may run on any host that sees the
+root.
 
-The holes in a save's files show how far the save is (`io/written.py`). Sizes and allocated blocks do not show this,
-because the writer reserves the space of a whole file before it writes. The total is the size of the role's newest
-checkpoint, and its manifest names the files to look at, so no folder is walked. A look at 5 steps and 2 saves makes
-some 100 calls, most of them `stat`. It opens at most 128 files of a save, however many ranks there are.
+The ranges of a save's files that are still holes show the progress of the save (`io/written.py`). Sizes and allocated
+blocks do not show it, because the writer reserves the space of a whole file before it writes. The role's newest
+checkpoint gives the total size, and its manifest names the files to look at, so no folder is walked. A look at 5 steps
+and 2 saves makes some 100 calls, most of them `stat`. It opens at most 128 files of a save, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mcore_ckpt.steps.running_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.tools.examine.step_list import ListedStep, step_list_of
 
-# How many files of a save a look opens. If a save has more files, these stand for all of them.
+# How many files of a save a look opens. If a save has more files, these files stand for all.
 _MOST_FILES = 128
 # The seconds over which the speed is measured.
 _WINDOW_S = 10.0
@@ -41,10 +42,10 @@ _WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """A save that has not committed: about how many bytes it has written, and how many seconds it has been running.
+    """A save that has not committed: its age in seconds, and about how many bytes are written.
 
-    `total` is how many bytes it is expected to write: as many as the role's previous checkpoint has; None if there is
-    no such checkpoint. `rate` is the recent speed in bytes per second; None if it is not known yet.
+    `total` is the size of the role's previous checkpoint, as an estimate of the bytes to write; None if there is no
+    such checkpoint. `rate` is the recent speed in bytes per second; None if it is not known yet.
     """
 
     save: RunningSave
@@ -55,14 +56,14 @@ class SaveProgress:
 
     @property
     def left_s(self) -> float | None:
-        """About how many seconds of writing are left; None if that is not known."""
+        """About how many seconds the save will still write; None if unknown."""
         if self.total is None or not self.rate:
             return None
         return max(0, self.total - self.written) / self.rate
 
     @property
     def percent(self) -> int | None:
-        """How much is written, from 0 to 100; None if the total is not known."""
+        """How much is written, in percent; None if the total is not known."""
         return None if not self.total else min(100, 100 * self.written // self.total)
 
 
@@ -71,10 +72,10 @@ class Look:
     """What one look at a root has found.
 
     Attributes:
-        steps: the newest steps, in the order of their commits; steps that are being saved are last.
+        steps: the newest steps, in the order of their commits. Steps that are being saved come last.
         saves: the saves of these steps that have not committed.
-        trainers: by role, the process that holds the trainer lock, and whether it is alive.
-        order: returns a key that sorts steps by the commits at the time of this look.
+        trainers: for each role, the process that holds the trainer lock, and whether this process is alive.
+        order: a function that returns a key to sort steps by the commits known at this look.
     """
 
     steps: tuple[ListedStep, ...]
@@ -123,7 +124,7 @@ class Watch:
         self._meters: dict[Path, _Meter] = {}
 
     def look(self) -> Look:
-        """Looks at the root. Raises OSError if it cannot be read."""
+        """Looks at the root. Raises OSError if the root cannot be read."""
         found = step_list_of(self._root, last=self._last)
         steps = sorted(found.steps, key=lambda step: (bool(step.saves), found.order_of(step)))[-self._last :]
         saves = [save for step in steps for save in step.saves]
@@ -158,10 +159,10 @@ class _Meter:
     def _written(self, staging: Path) -> int:
         sizes = results_of([staging / path for path, _ in self._sample], written_bytes, tuning.LOOK_THREADS)
         if any(sizes):
-            # A rewritten file may be a little longer than the previous one.
+            # A file may be a little longer than in the previous checkpoint, so count at most its previous size.
             least = sum(map(min, sizes, (size for _, size in self._sample)))
             return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
-        # There is no previous checkpoint, or it has another layout.
+        # There is no previous checkpoint, or it has other files, because the layout was another.
         return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
 
 
@@ -176,7 +177,7 @@ def _files_before(root: Path, role: str | None) -> Sequence[FileRecord] | None:
 
 
 def _sample(files: Sequence[FileRecord]) -> list[tuple[str, int]]:
-    """Returns path and size of some of the large files, evenly chosen."""
+    """Returns path and size of at most _MOST_FILES of the large files, evenly chosen."""
     least = sum(file.size for file in files) / len(files) / 10 if files else 0
     large = [file for file in files if file.size >= least]
     every = max(1, -(-len(large) // _MOST_FILES))
@@ -197,7 +198,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
     for step in after.steps:
         old = known.get(step.step)
         if old is None and known and after.order(step) < min(map(after.order, before.steps)):
-            continue  # this older step is only shown because a newer one is gone
+            continue  # this older step is not new: it is in the list only because a newer step is gone
         new_roles = set(step.roles) - set(old.roles if old is not None else ())
         if old is not None and old.created != step.created:
             new_roles |= {role for role in step.roles if _has_ended(before, after, step.step, role)}
@@ -205,8 +206,8 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
-    # A step that now sorts before all others, by age or because it is abandoned, may still exist and only have left the
-    # list of newest steps.
+    # A step that would now be sorted before the shown steps (it is older, or abandoned) may still exist, and has only
+    # left the list of newest steps.
     gone = [step for step in before.steps if step.roles and step.step not in there]
     oldest = min(map(after.order, after.steps), default=(False, -1, -1))
     found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)
@@ -240,7 +241,7 @@ def _is_complete(look: Look, step: int) -> bool:
 
 
 def _has_ended(before: Look, after: Look, step: int, role: str) -> bool:
-    """True if a save of the role was there before and is gone."""
+    """True if a save of the role was under way before and no longer is."""
     there = {each.save.staging for each in after.saves}
     return any(
         each.save.step == step and each.save.role in (None, role) and each.save.staging not in there

@@ -1,9 +1,9 @@
-"""Says what a path is, whichever program wrote it, and which command or other path the user may have meant.
+"""Finds out what is at a path, from this package or other programs, and which command or path the user may have meant.
 
 A path is recognized by names, by the `metadata.json` of `torch_dist`, and by the records in a rank's model file,
-because verl and this package give that file the same name. If there is only one folder of steps below the path, all
-commands take it, because nothing else can be meant. Only `list` and `watch` take a folder of steps above the path: a
-user who names one step for `prune` does not mean all steps.
+because verl and this package give that file the same name. If there is only one folder of steps below the path,
+commands on folders of steps take that folder, because the user can mean nothing else. Only `list` and `watch` take a
+folder of steps above the path: a user who names one step for `prune` does not mean all steps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mcore_ckpt.tools.examine.nearby import nearby_roots
 _HUB_CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 _SAFETENSORS = {"model.safetensors", "model.safetensors.index.json"}
 
-# How many of the newest steps are looked at to see who wrote a folder of steps.
+# How many of the newest steps are examined to find out which program wrote a folder of steps.
 _LOOKED_AT = 3
 _SHOWN = 3
 
-_ASK = "use an account that may read it, or ask its owner"
+_ASK = "use an account that may read the folder, or ask its owner"
 
-# Descriptions of paths, by kind. Kinds of checkpoints bring their own descriptions.
+# Descriptions of paths, by kind. For kinds of checkpoints, see `CheckpointKind.what`.
 _WORDS = {
     "root": "a folder of steps",
     "step": "the folder of a step",
@@ -52,14 +52,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PathInfo:
-    """What a path is.
+    """The kind of file or folder at a path, and advice for the user.
 
     Attributes:
         kind: the name of a kind of checkpoint, a key of `_WORDS`, or "parent" (above the steps), "inside" (a step),
             "foreign root", "file", "unreadable" or "missing".
-        what: the same in words: "a torch_dist checkpoint of Megatron".
-        advice: which command takes it, or which other path is meant; may be empty.
-        roots: the folders of steps right above or below it.
+        what: a description of the kind: "a torch_dist checkpoint of Megatron".
+        advice: a command that takes this path, or another path that may be meant; may be empty.
+        roots: the folders of steps right above or below the path.
     """
 
     path: Path
@@ -76,13 +76,13 @@ class PathInfo:
 
     @property
     def is_foreign_checkpoint(self) -> bool:
-        """True if another program wrote it, and `merge` and `test` read it."""
+        """True if the path is a checkpoint of another program that `merge` and `test` read."""
         kind = kinds_by_name().get(self.kind)
         return kind is not None and kind is not NATIVE and kind.backend is not None
 
     @property
     def reason(self) -> str:
-        """The end of a message about a missing checkpoint: it says what the path is instead."""
+        """The end of a message about a missing checkpoint, which says what is at the path instead."""
         return f": {'' if self.kind in ('missing', 'unreadable') else 'it is '}{self.what}{self._end}"
 
     @property
@@ -91,7 +91,7 @@ class PathInfo:
 
 
 def what_is(path: Path) -> PathInfo:
-    """Looks at names, and at small parts of the files that tell who wrote a folder. Raises nothing.
+    """Looks at names, and at small parts of the files that show which program wrote a folder. Raises nothing.
 
     Example:
         >>> what_is(Path("/nowhere")).kind
@@ -124,7 +124,7 @@ def what_is(path: Path) -> PathInfo:
         return PathInfo(path, kind, _words(kind), advice, roots if is_above else ())
     if roots:
         one = f"the steps are in {roots[0]}: name that folder"
-        advice = one if len(roots) == 1 else f"name one of its folders: {_some(roots)}"
+        advice = one if len(roots) == 1 else f"name one of these folders of steps: {_some(roots)}"
         what = "a folder inside a step" if is_above else "a folder above the steps"
         return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
     kind = "other" if names else "empty"
@@ -137,10 +137,9 @@ def _words(kind: str) -> str:
 
 
 def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> str:
-    """Returns the end of a message that says that there is no checkpoint at a path.
+    """Returns the end of a message on a path without a checkpoint.
 
-    `step` is the step that was asked for, and `statuses` are the steps that could have been meant, the oldest first.
-    None of them is complete.
+    `step` is the wanted step, and `statuses` are the incomplete steps that could be meant, the oldest first.
     """
     if statuses:
         return "".join(f"\n  {status.reason}" for status in reversed(statuses))
@@ -161,7 +160,7 @@ def _ours(path: Path, names: set[str]) -> str | None:
         return "role"
     if _foreign(path, names) is not None:
         return None
-    # The names decide, so that a step that a crash has left incomplete is looked at, and not refused.
+    # Decide by names alone, so that commands also accept a step that a crash has left incomplete.
     for place in (Path(os.path.abspath(path)), path.resolve()):
         if is_step(place):
             return None if _foreign_step(path) else "step"
@@ -173,7 +172,7 @@ def _ours(path: Path, names: set[str]) -> str | None:
 def _foreign(path: Path, names: set[str]) -> str | None:
     kind = recognize(path)
     if (kind is None or kind.backend is None) and is_legacy(path):
-        return "legacy"  # a HuggingFace model in the same folder belongs to the checkpoint
+        return "legacy"  # "legacy" even if the folder has a HuggingFace model, which is then a part of the checkpoint
     if kind is not None:
         return kind.name
     if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
@@ -182,11 +181,11 @@ def _foreign(path: Path, names: set[str]) -> str | None:
 
 
 def _foreign_step(path: Path) -> str | None:
-    """Returns the kind of another program's checkpoint in a step or a folder of it; None if the step may be ours."""
+    """Returns the kind of foreign checkpoint that a step is or contains; None if the step may be ours."""
     folders = [path, *(path / name for name in sorted(names_in(path)))]
     if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
         return None
-    with suppress(CheckpointError):  # a folder that may not be read may be ours
+    with suppress(CheckpointError):  # a step that cannot be read may be ours
         return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
     return None
 
@@ -200,10 +199,10 @@ def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
     step, kind = steps[0], kinds[0]
     if kind is None and is_step(step):
         name = file_names.step_name(number_of(step.name) or 0)
-        what = f"a folder of steps of this package, whose names were changed ({step.name})"
-        return PathInfo(path, "parent", what, f"rename them ({step.name} to {name}), or name one of them")
+        what = f"a folder of steps of this package whose names were changed ({step.name})"
+        return PathInfo(path, "parent", what, f"rename the steps ({step.name} to {name}), or name one step")
     what = f"a folder of steps of another program ({step.name}{f': {_words(kind)}' if kind else ''})"
-    advice = f"name one of them, such as {step}" + (f": {_advice(kind, step)}" if kind else "")
+    advice = f"name one step, such as {step}" + (f": {_advice(kind, step)}" if kind else "")
     return PathInfo(path, "foreign root", what, advice)
 
 
@@ -219,8 +218,10 @@ def _advice(kind: str, path: Path) -> str:
         "root": f"`mcore-ckpt list {path}` shows its steps, and {model}",
         "step": model,
         "role": model,
-        "legacy": "this package does not read it: Megatron-LM itself converts it to torch_dist (ckpt-convert-format)",
-        "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
+        "legacy": "this package does not read this format: convert the checkpoint to torch_dist with Megatron-LM "
+        "(ckpt-convert-format)",
+        "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it with "
+        "another model",
         "adapter": "load_hf loads it into a model, and PEFT merges it into its base model",
         "hub cache": f"name the model, {'/'.join(hub.groups())}, or a folder in {path / 'snapshots'}" if hub else "",
     }.get(kind, "")
@@ -228,7 +229,7 @@ def _advice(kind: str, path: Path) -> str:
 
 def _conversion(path: Path) -> str:
     if names_in(path).isdisjoint(_SAFETENSORS):
-        return "`mcore-ckpt convert` needs its weights as model.safetensors, or as safetensors with their index"
+        return "`mcore-ckpt convert` needs the weights as model.safetensors, or as safetensors files with an index"
     return f"`mcore-ckpt convert --hf_model_path {path} --output_path OUT` makes a checkpoint of it"
 
 

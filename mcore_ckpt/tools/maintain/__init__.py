@@ -1,3 +1,3 @@
-"""Maintains folders of steps: removes leftovers, collects checkpoints of nodes, makes forks, measures saves."""
+"""Maintains folders of steps: deletes old steps, collects checkpoints of nodes, makes forks, measures saves."""
 
 __all__ = ["bench", "branch", "collect", "prune"]

@@ -1,15 +1,16 @@
 """Makes a fork: a new folder of steps that begins with a copy of one step, as a run of its own.
 
 The run's parent is the step, and the copy is the first commit of the run. So a training that is started with the new
-folder goes on from the step, and neither its saves nor its retention can reach the folder that the step came from.
+folder goes on from the step, and its saves and its retention cannot change the old folder.
 
-The files of a checkpoint never change (a save, too, writes new files and renames them), so the copy shares them as hard
-links where the file system can do that. Other programs may write to their files at any time, and the trainer's own code
-opens the files of parts, so these are copied. Metrics that were set after the save are put into the new manifest.
+This package never changes a file of a checkpoint (a save writes new files and renames them), so the copy shares these
+files as hard links if the file system allows it. The files of other programs and of parts are copied, because other
+programs and the trainer's own code may write to them. Metrics that were set after the save are put into the new
+manifest.
 
-The manifests are enough to find the run again, and `.run.json` is written last. A process that dies before the first
-rename leaves a staging folder, which the next try or the next trainer removes. If it dies between the renames of two
-roles, the step is not complete, and the next try adds the roles that are missing.
+`.run.json` is written last, because the manifests already name the run. If the process dies before the first rename, it
+leaves a staging folder, which the next call or the next trainer removes. If it dies between the renames of two roles,
+the step is not complete, and the next call adds the missing roles.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from mcore_ckpt.tools.examine.progress import Progress, summed
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.maintain.copies import Count, copy_all
 
-# How many damages a message names.
+# How many damages a message lists.
 _NAMED = 3
 
 
@@ -50,11 +51,10 @@ class BranchedRole:
     """The report of one role.
 
     Attributes:
-        role: the role.
-        source: the folder that was read.
-        path: the new folder.
-        files, nbytes: number and size in bytes of its files.
-        linked: how many of the files are hard links, so that both folders share them.
+        source: the role's folder in the old step.
+        path: the role's folder in the new step.
+        files, nbytes: the number of the role's files, and their size in bytes.
+        linked: how many of the files are hard links that both folders share.
     """
 
     role: str
@@ -70,11 +70,11 @@ class BranchReport:
     """The report of `branch`.
 
     Attributes:
-        step: the step.
-        run: the new run. Its parent is the step that it begins with.
+        step: the step that was copied.
+        run: the new run. Its parent is the step that was copied.
         roles: the roles that were written.
-        beside: the paths, below the step's folder, of other programs' files and folders, which were copied.
-        seconds: how long it took.
+        beside: the copied files and folders of other programs, as paths below the step's folder.
+        seconds: the duration of the call.
     """
 
     step: int
@@ -99,19 +99,19 @@ def branch(
 ) -> BranchReport:
     """Begins a new folder of steps with a copy of one complete step, with all its roles, as a run of its own.
 
-    Meanwhile no trainer can save below `new_root`, and no retention deletes the step.
+    During the call, no trainer can save below `new_root`, and retention does not delete the step.
 
     Args:
-        root: the folder of the steps that has the step. Nothing in it changes.
-        step: the step.
-        new_root: the new folder of steps. It may be there, but it must have neither steps nor a run, unless an
-            interrupted call for the same checkpoints has left them.
-        test: True to read all files first, and to check their CRCs. Otherwise only their sizes are checked.
-        progress: called, on several threads, with the number of bytes done so far and the number in all.
+        root: the folder of steps that has the step. It is not changed.
+        step: the step to copy.
+        new_root: the new folder of steps. It may exist, but it must not have steps or a run, except those of an
+            interrupted call for the same checkpoints.
+        test: True to read all files first and check their CRCs. Otherwise only the files' sizes are checked.
+        progress: called, on several threads, with the number of bytes done so far and the number of all bytes.
 
     Raises:
-        InvalidArgumentError: `new_root` may not be used, or `root` is no folder of steps.
-        CheckpointNotFoundError: the step is not there, or is not complete.
+        InvalidArgumentError: `new_root` must not be used, or `root` is not a folder of steps.
+        CheckpointNotFoundError: the step is missing or not complete.
         CheckpointCorruptError: a file of the step is missing or damaged.
         LockedError: a trainer saves below `new_root`.
         NoRoomError: the files do not fit.
@@ -138,8 +138,8 @@ def branch(
 
 def _source(root: Path, step: int) -> StepStatus:
     if is_step(root.resolve()) or (root / file_names.MANIFEST_FILE).exists():
-        raise InvalidArgumentError(f"{root}: is one checkpoint: name the folder of steps that it is in")
-    select(root, step)  # raises the errors of a step that is missing, incomplete or divided among nodes
+        raise InvalidArgumentError(f"{root}: is one checkpoint: name the folder of steps that has it")
+    select(root, step)  # raises an error if the step is missing, incomplete or divided among nodes
     (status,) = list_steps(root, step)
     return status
 
@@ -147,19 +147,21 @@ def _source(root: Path, step: int) -> StepStatus:
 def _begin(
     root: Path, status: StepStatus, found: Mapping[str, Manifest], new_root: Path
 ) -> tuple[Run, tuple[str, ...]]:
-    """Returns the run of the new root, and the roles that it lacks. Raises InvalidArgumentError if it may not be used.
+    """Returns the run of the new root, and the roles that are missing there.
 
-    An interrupted call may have put some roles in place. They are of the run that it has begun.
+    An interrupted call may have put some roles in place. These roles belong to the run that the call has begun.
+
+    Raises InvalidArgumentError if the new root must not be used.
     """
     if new_root.exists() and new_root.samefile(root):
-        raise InvalidArgumentError(f"{new_root}: has the step itself: name another folder")
+        raise InvalidArgumentError(f"{new_root}: is the folder that has the step: name another folder")
     if new_root.resolve().is_relative_to(status.path.resolve()):
-        raise InvalidArgumentError(f"{new_root}: is in the step itself: name a folder outside of it")
+        raise InvalidArgumentError(f"{new_root}: is inside the step: name a folder outside of the step")
     if os.path.lexists(new_root / file_names.RUN_FILE):
         known = read_root_run(new_root)
         raise InvalidArgumentError(
-            f"{new_root}: belongs to {'a run' if known is None else known.run} already: a fork begins a folder of "
-            "its own, so name another one"
+            f"{new_root}: belongs to {'a run' if known is None else known.run} already, but a fork needs a "
+            "new folder: name another folder"
         )
     manifest = next(iter(found.values()))
     own = read_root_run(root)
@@ -176,9 +178,7 @@ def _begin(
         if copied and run is not None and run.parent == parent and there[0].path.name == status.path.name:
             return run, tuple(left)
     what = f"the step {there[0].path.name}" if there else f"the tracker {file_names.TRACKER_FILE}"
-    raise InvalidArgumentError(
-        f"{new_root}: has {what} already: a fork begins a folder of its own, so name another one"
-    )
+    raise InvalidArgumentError(f"{new_root}: has {what} already, but a fork needs a new folder: name another folder")
 
 
 def _commit_of(source: Manifest | None) -> Commit | None:
@@ -230,7 +230,7 @@ def _write(
             where = new.role_dir(role)
             reports.append(BranchedRole(role, sources[role], where, len(manifest.files), manifest.nbytes, linked))
         new.publish()
-        # If this process dies here, the first save writes the file, because the manifests name the run.
+        # If this process dies here, the first save of a trainer writes the file, because the manifests name the run.
         settle(new_root, new_root, heads, None, None)
     return reports, [str(path.relative_to(status.place)) for path in copied]
 
@@ -242,10 +242,10 @@ def _sizes(path: Path) -> list[int]:
 def _put(source: Path, staging: Path, shares: bool, file: FileRecord, count: Count) -> bool:
     """Puts one file in place, durably except for the names of its folders. Returns True for a hard link.
 
-    `shares` says whether both folders are on one file system. A part's file is no hard link, because the trainer's code
-    gets its path.
+    `shares` says whether both folders are on one file system. A part's file is cloned or copied, not linked, because
+    the trainer's code may write to it.
     """
-    # A link would be linked itself, not its target.
+    # `os.link` would link a symbolic link itself, not its target.
     found, target = Path(os.path.realpath(inside(source, file.path))), staging / file.path
     make_folders(staging, file.path)
     if not shares:

@@ -34,7 +34,7 @@ from mcore_ckpt.tools.maintain.copies import Count, copy_all
 
 @dataclass(frozen=True)
 class MissingFiles:
-    """Files of a role that are in none of the folders, and the nodes that have these files, or had them."""
+    """Files of a role that are in none of the folders, and the nodes that should have these files."""
 
     role: str
     nodes: tuple[str, ...]
@@ -43,16 +43,17 @@ class MissingFiles:
 
 @dataclass(frozen=True)
 class RoleSource:
-    """One role of a step, and where its files are.
+    """One role of a step, and the places of its files.
 
-    `folders` are the role's folders on the nodes, each with the positions of the files that it has.
+    `folders` are the role's folders on the nodes, each with the numbers of the files in it (positions in the manifest's
+    list).
     """
 
     manifest: Manifest
     folders: tuple[tuple[Path, Runs], ...]
 
     def folders_of(self, number: int) -> list[Path]:
-        """Returns the folders that have file `number` of the manifest's list."""
+        """Returns the folders that have the file with this number."""
         return [folder for folder, has in self.folders if any(first <= number <= last for first, last in has)]
 
 
@@ -60,7 +61,8 @@ class RoleSource:
 class FoundStep:
     """One step, put together from all folders.
 
-    `missing` are the files that are in none of the folders. `problems` says what else keeps the step from being whole.
+    `missing` are the files that are in none of the folders. `problems` are sentences on everything else that keeps the
+    step from being whole.
     """
 
     step: int
@@ -76,9 +78,9 @@ class FoundStep:
 
 @dataclass(frozen=True)
 class CollectedRole:
-    """The report of one role: where it was written, number and size of its files.
+    """The report of one role: its new folder, and the number and size of its files.
 
-    `damaged` says why files were taken from another node than the first node that has them.
+    `damaged` are the errors because of which files were not taken from the first folder that has them.
     """
 
     role: str
@@ -107,13 +109,13 @@ def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | No
     Args:
         folders: the folder that `FastTier.folder` named on each node.
         step: the only step to look for; None for all.
-        root: where a step will be collected to. If the folders have steps of several runs, only the steps of the root's
-            run are found.
+        root: the folder of steps into which a step will be collected. If the folders have steps of several runs, only
+            the steps of the root's run are found.
 
     Raises:
         InvalidArgumentError: there are steps of several runs and `root` belongs to none of them, or `root` belongs to
             another run.
-        CheckpointNotFoundError: no folder has a step of the fast tier, or none has this step.
+        CheckpointNotFoundError: no folder has a step of the fast tier, or no folder has this step.
         OSError: a folder cannot be read.
     """
     held = [held_roles(folder) for folder in folders]
@@ -122,8 +124,8 @@ def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | No
         there = ", ".join(map(str, folders))
         what = "a step of the fast tier" if step is None else f"step {step} of the fast tier"
         raise CheckpointNotFoundError(
-            f"{there}: none of these folders has {what}: name the folders that the fast tier uses on the nodes "
-            "(FastTier.folder), or copies of them"
+            f"{there}: none of these folders has {what}: name the folders of the fast tier on the nodes "
+            "(FastTier.folder), or copies of these folders"
         )
     found = _of_one_run(found, root)
     placed = [NodeStep(each.step, (each.head,), is_committed=each.is_committed) for each in found]
@@ -151,7 +153,7 @@ def _of_one_run(found: list[FastCheckpoint], root: Path | None) -> list[FastChec
 
 
 def choose(steps: Sequence[FoundStep]) -> FoundStep | None:
-    """Returns the newest step that is whole; None if there is none."""
+    """Returns the newest whole step; None if no step is whole."""
     return next((step for step in steps if step.is_whole), None)
 
 
@@ -166,12 +168,13 @@ def _step(
     declared = {role for each in by_role.values() for role in each.head.roles}
     problems = [f"{role}: is in none of the folders" for role in sorted(declared - by_role.keys())]
     problems += [
-        f"{role}: no node has committed it, so its save did not finish, or the folders of its nodes are missing here"
+        f"{role}: is committed in none of the folders, so its save did not finish, or the folders of more nodes are "
+        "needed"
         for role, each in sorted(by_role.items())
         if not each.is_committed
     ]
     problems += [
-        f"{role}: is of a branch that another role of the step has given up"
+        f"{role}: belongs to a branch that another role of the step has given up"
         for role in sorted(NodeStep(number, tuple(each.head for each in by_role.values())).given_up)
     ]
     missing = [lacks for role, each in sorted(by_role.items()) for lacks in _missing(sources[role].manifest, each)]
@@ -195,10 +198,11 @@ def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles
 
 
 def collect(found: FoundStep, root: Path, progress: Progress = no_progress, force: bool = False) -> CollectReport:
-    """Copies a whole step into a folder of steps, as the ordinary checkpoint that a save to a root would have written.
+    """Copies a whole step into a folder of steps, as an ordinary checkpoint.
 
-    Each file is read once, and its CRC is checked. If a file is damaged in one folder, it is taken from the next folder
-    that has it. During the copy, no trainer can save below `root`.
+    The result equals the checkpoint that a save to that root would have written. Each file is read once, and its CRC is
+    checked. If a file is damaged in one folder, it is taken from the next folder that has it. During the copy, no
+    trainer can save below `root`.
 
     Args:
         found: the step, which must be whole.
@@ -249,7 +253,7 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
 
 
 def _copy(source: RoleSource, staging: Path, number: int, count: Count) -> list[str]:
-    """Copies one file from the first folder in which it is intact. Returns why earlier folders were passed over."""
+    """Copies one file from the first folder in which it is intact. Returns the errors of the folders before it."""
     file = source.manifest.files[number]
     target = staging / file.path
     make_folders(staging, file.path)
@@ -265,8 +269,8 @@ def _copy(source: RoleSource, staging: Path, number: int, count: Count) -> list[
             damaged.append(str(error))
     reasons = "".join(f"\n  {reason}" for reason in damaged)
     raise CheckpointCorruptError(
-        f"{file.path} of {source.manifest.role} is intact in none of the folders: add the folder of another node that "
-        f"has a copy of it, or collect an older step with --step{reasons}"
+        f"{file.path} of {source.manifest.role} is intact in none of the folders: add the folder of another node with "
+        f"a copy of this file, or collect an older step with --step{reasons}"
     )
 
 

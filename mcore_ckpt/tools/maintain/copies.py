@@ -1,4 +1,4 @@
-"""Copies many files on several threads, which all end if one fails or the process is interrupted."""
+"""Copies many files on several threads. All threads end if one fails or the process is interrupted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Count = Callable[[int], None]
 
 
 class _Stopped(Exception):
-    """Ends a thread that copies, because another thread has failed or the process was interrupted."""
+    """Raised in a copying thread to end it, because another thread has failed or the process was interrupted."""
 
 
 def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count: Count) -> list[Result]:
     """Calls `copy` with each item on several threads. Returns the results in the order in which the calls ended.
 
-    When this raises, no thread copies any more, so that the caller may remove what was copied.
+    When this function raises an error, all threads have ended, so the caller may remove the copied files.
 
     Args:
         items: the files to copy.
-        copy: copies one file. It must call its second argument with the number of bytes whenever it has copied some.
-        count: gets these numbers, on several threads.
+        copy: a function that copies one file. It must call its second argument with the number of bytes each time that
+            it has copied some bytes.
+        count: a function that is called with these numbers, on several threads.
     """
     is_stopped = threading.Event()
 

@@ -23,11 +23,11 @@ from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 @dataclass(frozen=True)
 class PrunedFolder:
-    """A step or a leftover of a dead process, and what happened to it. A leftover has no `step`.
+    """A step or a leftover of a dead process, and whether it was deleted. The `step` of a leftover is None.
 
-    `stays` is True if the folder is still there; in a dry run, if it would still be there. `failed` is True if it stays
-    because it cannot be deleted. `nbytes` is the size of its files in bytes, without those that it has lost. The roles
-    in `loses` have lost (or would lose) their optimizer, of `lost_bytes` together.
+    `stays` is True if the folder was kept; in a dry run, if it would be kept. `failed` is True if the folder stays
+    because it cannot be deleted. `nbytes` is the size of the folder's files in bytes, without lost files. The roles in
+    `loses` have lost (or would lose) their optimizers, `lost_bytes` bytes in all.
     """
 
     path: Path
@@ -48,14 +48,15 @@ def prune(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> list[PrunedFolder]:
-    """Deletes the steps and optimizers that a trainer with this policy would delete, and leftovers of dead processes.
+    """Deletes leftovers of dead processes, and the steps and optimizers that a trainer with this policy would delete.
 
     Args:
-        policy: which steps stay. The newest complete step and the tracker's step always stay.
+        policy: the rules by which steps stay. The newest complete step and the tracker's step always stay.
         role: only steps and leftovers of this role may be deleted; None for all roles. A step is deleted with all its
             roles.
-        dry_run: True to delete nothing and to return what would be deleted.
-        progress: called after each deleted step, with the bytes of the steps deleted so far and of all to delete.
+        dry_run: True to delete nothing, and only to return the entries.
+        progress: called after each deleted step, with the bytes of all steps deleted so far, and of all steps to
+            delete.
 
     Returns one entry for each step and each leftover.
 
@@ -97,7 +98,7 @@ def _removed(path: Path, dry_run: bool, remove: Callable[[Path], object]) -> Pru
 
 
 def _dropped_in(statuses: Sequence[StepStatus], role: str | None) -> list[Path]:
-    """Returns the folders of optimizers that processes have not wholly removed before they died."""
+    """Returns the folders of optimizers that processes had begun to remove when they died."""
     roles = [(status, head.role) for status in statuses for head in status.heads if head.dropped]
     kept = [status.role_dir(name) for status, name in roles if role in (None, name)]
     return [path for role_dir in kept if role_dir.is_dir() for path in find_dropped(role_dir)]
@@ -115,7 +116,7 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
-    """Returns the decision; or, if the step does not have the role, the decision that the step stays."""
+    """Returns the decision. If the step does not have the role, returns the decision that the step stays."""
     if role is None:
         return decision
     if role in decision.status.committed | decision.status.declared:
@@ -124,24 +125,26 @@ def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> Reten
 
 
 def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
-    """Deletes a step or, in a dry run, looks whether it could be deleted. Returns the entry for the report."""
+    """Deletes a step or, in a dry run, checks whether it could be deleted. Returns the entry for the report."""
     try:
         obstacle = obstacle_to(status, status.path) if dry_run else delete_or_raise(status)
     except OSError as error:
-        return replace(pruned, stays=True, reason=f"it cannot be deleted: {error}", failed=True)
+        return replace(pruned, stays=True, reason=f"cannot be deleted: {error}", failed=True)
     return pruned if obstacle is None else replace(pruned, stays=True, reason=obstacle)
 
 
 def _without_optimizer(pruned: PrunedFolder, decision: RetentionDecision[StepStatus], dry_run: bool) -> PrunedFolder:
-    """Removes optimizers of a step, or only looks whether that is possible. Returns the entry for the report."""
+    """Removes optimizers of a step or, in a dry run, checks whether it could. Returns the entry for the report."""
     status, roles = decision.status, decision.loses
     nbytes = sum(_nbytes(status.role_dir(role) / file_names.OPTIMIZER_DIR) for role in roles)
     try:
         obstacle = obstacle_to(status, status.path) if dry_run else drop_or_raise(status, roles)
     except (OSError, ValueError) as error:
-        return replace(pruned, reason=f"{pruned.reason}; its optimizer cannot be removed: {error}", failed=True)
+        return replace(
+            pruned, reason=f"{pruned.reason}; the optimizer of this step cannot be removed: {error}", failed=True
+        )
     if obstacle is not None:
-        return replace(pruned, reason=f"{pruned.reason}; keeps its optimizer for now: {obstacle}")
+        return replace(pruned, reason=f"{pruned.reason}; the optimizer of this step stays for now: {obstacle}")
     what = f"; loses the optimizer of {', '.join(roles)}"
     return replace(pruned, nbytes=pruned.nbytes - nbytes, loses=roles, lost_bytes=nbytes, reason=pruned.reason + what)
 

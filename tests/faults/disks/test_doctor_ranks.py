@@ -131,7 +131,7 @@ def test_a_rank_without_the_folder(tmp_path: Path) -> None:
     report, _ = examined(tmp_path / "root", {1: nothing}, {1: tmp_path / "missing"})
     assert not report.is_usable
     facts = [finding.fact for finding in report.findings if finding.ranks == (1,)]
-    assert any("does not exist there" in fact for fact in facts)
+    assert any("does not exist on these ranks" in fact for fact in facts)
     assert list((tmp_path / "root").iterdir()) == []
 
 

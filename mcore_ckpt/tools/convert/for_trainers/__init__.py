@@ -1,15 +1,16 @@
 """Converts a checkpoint of this package for megatron's `dist_checkpointing.load`, so that other trainers go on from it.
 
 One checkpoint fits all three of megatron's optimizer classes (`shared_state.py`, `tensors.py`). Megatron loads a chain
-of two optimizers (dense and expert) only into a chain of two; this limit holds for its own checkpoints, too. A step
-that `mcore-ckpt reshard` has made gets the chain of its new layout. Scaled moments, and main parameters that are stored
-as remainders, are written as fp32, as in megatron's `fully_reshardable`. transformer-engine cannot turn fp32 back into
-remainders, and the command says so.
+of two optimizers (dense and expert) only into a chain of two, even from megatron's own checkpoints. A step that
+`mcore-ckpt reshard` has written gets the chain of its new layout. Scaled moments are written as fp32, and so are main
+parameters that are stored as remainders. Megatron's `fully_reshardable` does the same. transformer-engine cannot turn
+fp32 back into remainders, and the command says so.
 
 The optimizer's form is `fully_reshardable`. The offline converter has neither ranks nor buckets, so it needs a form in
-which each tensor has its parameter's shape. Megatron 0.16 to 0.19 name one more such form of a `DistributedOptimizer`,
-`fully_sharded_model_space`, but raise an error for it (`ShardedTensor.flattened_range`). The checkpoint determines how
-it is loaded: Megatron-LM and verl make the `sharded_state_dict` of a load with the flags in the checkpoint's
-`content_metadata`, not with the flags from their arguments. So our `content_metadata` names the optimizer's form, and
-sets `non_homogeneous_layers`, so that each layer has its own keys, even if its neighbours are alike.
+which each tensor has its parameter's shape. `DistributedOptimizer` in megatron 0.16 to 0.19 knows another such form by
+name, `fully_sharded_model_space`, but raises an error for it (`ShardedTensor.flattened_range`). The checkpoint
+determines how it is loaded: Megatron-LM and verl make the `sharded_state_dict` of a load with the flags in the
+checkpoint's `content_metadata`, not with the flags from their arguments. So our `content_metadata` names the
+optimizer's form. It also sets `non_homogeneous_layers`, so that each layer has separate keys, even if all layers are
+alike.
 """

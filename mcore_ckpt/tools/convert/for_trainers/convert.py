@@ -27,10 +27,10 @@ from mcore_ckpt.tools.examine.select import Selection, select
 
 @dataclass(frozen=True)
 class TrainerConversionReport:
-    """Report of a conversion from the folders of the roles (`source`) into the folder of the new step (`path`).
+    """Report of a conversion. `source` are the folders of the roles, and `path` is the folder of the new step.
 
-    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences that
-    tell people what the other trainer does not get.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences for
+    people on everything that the other trainer does not get.
     """
 
     source: tuple[Path, ...]
@@ -54,28 +54,28 @@ def convert_for_trainer(
     progress: Progress = no_progress,
     force: bool = False,
 ) -> TrainerConversionReport:
-    """Writes a step into `root`, from which another trainer goes on. Every process must call this function.
+    """Writes a step into `root`, so that another trainer can go on from it. Every process must call this function.
 
     The step loads under any parallel layout with the same chain of optimizers (dense, or dense and expert). Its folder
     appears when it is complete, and then the tracker names it. Each process needs a few times SCATTER_BYTES of memory.
 
     Args:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).
-        root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder that is
-            read.
-        layout: the trainer that is to go on.
+        root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder of
+            steps that has `source`.
+        layout: the trainer that will go on from the step.
         agreement: connects this process with the other processes that share the work.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to convert; None for all roles of the step.
         hf_model_path: the folder with config.json and tokenizer; None to use the checkpoint's own files.
         test: True to read everything back and compare it before the step appears.
-        force: True to replace the step in `root` if a conversion wrote it, and to let a tracker that names another step
-            name this one. A pinned step stays.
+        force: True to replace the step in `root` if a conversion wrote that step, and to change a tracker that names
+            another step. A pinned step stays.
 
     Raises:
         LockedError: a trainer of this package saves below `root`.
-        InvalidArgumentError: `root` has the step already, its tracker names another step, `root` is the folder that is
-            read, or the roles do not fit the layout.
+        InvalidArgumentError: `root` has the step already, or is the root of `source`; the tracker in `root` names
+            another step; or the roles do not fit the layout.
         CheckpointError: the checkpoint is damaged or has something that the trainer cannot load, or the step cannot be
             written. All processes raise it, and `root` is as it was, unless the message says that the step is in place
             and only the tracker could not be written.
@@ -83,7 +83,7 @@ def convert_for_trainer(
     started = time.monotonic()
     root = root.absolute()
     selection = _select(agreement, source, step, role)
-    with reading(selection.role_dirs):  # a trainer that still runs could delete the step
+    with reading(selection.role_dirs):  # keeps a running trainer from deleting the step
         roles, plan = _plan(agreement, selection, root, layout, hf_model_path)
         destination = _StepOfTrainer(root, plan, [each.reader.manifest.role for each in roles], force)
         sources = tuple(each.path for each in roles)
@@ -93,7 +93,7 @@ def convert_for_trainer(
 
 
 def _select(agreement: Agreement, source: Path, step: int | None, role: str | None) -> Selection:
-    """Selects the roles on rank 0 for all processes, because a trainer can commit a newer step meanwhile."""
+    """Selects the roles on rank 0 for all processes, which could see different steps if a trainer commits meanwhile."""
 
     def combine(_: Sequence[Record]) -> Record:
         found = select(source, step)
@@ -117,9 +117,7 @@ def _plan(
     def plan() -> tuple[tuple[Role, ...], Plan]:
         for role_dir in selection.role_dirs:
             if root.resolve() in (role_dir, *role_dir.parents[:2]):
-                raise InvalidArgumentError(
-                    f"{root}: the checkpoint is read from this folder: name another folder to write to"
-                )
+                raise InvalidArgumentError(f"{root}: has the checkpoint to convert: name another folder to write to")
         roles = tuple(Role(path, NativeReader.open(path)) for path in selection.role_dirs)
         return roles, plan_for(layout, selection, roles, hf_model_path)
 
@@ -133,7 +131,7 @@ def _plan(
 class _StepOfTrainer(NewFolder):
     """The folder of a step for another trainer. Trackers name the step once the folder is in place.
 
-    Trainers of this package may save into the same root. With `force`, the folder replaces a step that was written for
+    Trainers of this package may use the same root. With `force`, the folder replaces a step that was written for
     another trainer, and trackers that name another step are replaced, too.
     """
 
@@ -144,7 +142,7 @@ class _StepOfTrainer(NewFolder):
     def check(self) -> None:
         super().check()
         for name, data in self._plan.trackers.items():
-            # It is not known which step is the later one, because a training may have gone back.
+            # A larger number does not make a step the later one, because a training may have gone back.
             if not self.replaceable.force and _differs(self._root / name, data):
                 raise InvalidArgumentError(
                     f"{self._root}: {name} names another checkpoint, so trainings would not go on from step "
@@ -153,12 +151,12 @@ class _StepOfTrainer(NewFolder):
         for other in file_names.step_dirs(self._root).get(self._plan.step, []):
             if file_names.parse_step(self.path.name) is not None and other.name != self.path.name:
                 raise InvalidArgumentError(
-                    f"{self._root}: step {self._plan.step} is there already, as {other}, and cannot have two folders: "
-                    "name another folder"
+                    f"{self._root}: has step {self._plan.step} already, in {other}, and a step cannot have two "
+                    "folders: name another folder"
                 )
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        self.check()  # before anything is made
+        self.check()  # before anything is written
         if not self._root.exists():
             self._exit.callback(commit.remove_if_empty, self._root)
         self._locks = self._exit.enter_context(ToolLocks(self._root, self._roles, mode))

@@ -1,4 +1,4 @@
-"""The folders that other trainers resume from, and what each of them holds.
+"""Plans the folders that other trainers resume from.
 
 | trainer | versions | the step's folder | what is in this folder |
 |---|---|---|---|
@@ -65,8 +65,9 @@ class Plan:
     Attributes:
         folder: the name of the step's folder.
         writers: the writers, each with its folder relative to the step's folder.
-        own_tracker: the name and the bytes of a tracker that only this trainer has; None if it has no such tracker.
-        notes: sentences that tell people what the other trainer does not get.
+        own_tracker: the name and the bytes of a tracker that only this trainer uses; None if the trainer has no such
+            tracker.
+        notes: sentences for people on everything that the other trainer does not get.
     """
 
     step: int
@@ -84,14 +85,14 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """A role to convert: its folder, and the reader of the checkpoint in it."""
+    """A role to convert: the role's folder, and a reader of the checkpoint in that folder."""
 
     path: Path
     reader: NativeReader
 
 
 def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans what to write for the trainer that is to go on. `roles` are the roles of the step that have a model.
+    """Plans the files for the trainer that will go on. `roles` are the roles of the step that have a model.
 
     Raises:
         InvalidArgumentError: the trainer can load only one role, but there are several.
@@ -100,8 +101,8 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
     for role in roles:
         if any(is_adapter(name) for name in role.reader.names):
             raise UnsupportedError(
-                f"{role.path}: has adapters, whose rows and alpha Megatron-Bridge keeps in another form: take the "
-                "weights with mcore-ckpt merge, and the adapters with mcore-ckpt merge --adapters only"
+                f"{role.path}: has adapters, and Megatron-Bridge stores the rows and alpha of adapters in another "
+                "form: take the weights with mcore-ckpt merge, and the adapters with mcore-ckpt merge --adapters only"
             )
     if layout == "megatron":
         return _for_megatron(selection, roles, hf_model_path)
@@ -123,7 +124,8 @@ def _for_megatron(
     if len(roles) != 1:
         names = ", ".join(role.reader.manifest.role for role in roles)
         raise InvalidArgumentError(
-            f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM trains one: name the folder of the role"
+            f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM trains only one role: name the folder of "
+            "that role"
         )
     reader = roles[0].reader
     tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_of(reader)
@@ -145,7 +147,7 @@ def _common_of(shared: SharedState, scheduler: str) -> dict[str, Any]:
 
 
 def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
-    contents.describe()  # raises if the contents cannot be described
+    contents.describe()  # raises an error if the contents cannot be described
     return TorchDistWriter(contents, partial(read_slice, reader), reader.place)
 
 
@@ -169,7 +171,7 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans a step without `train_state.pt`, so that Bridge loads it as a step of Megatron-LM (`load_checkpoint`)."""
+    """Plans a step without `train_state.pt`: Bridge loads it like a step of Megatron-LM (`load_checkpoint`)."""
     rng_of = partial(rng_objects, of_each_replica=roles[0].reader.manifest.topology.ep > 1)
     plan = _for_megatron(selection, roles, hf_model_path, rng_of, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
@@ -193,11 +195,11 @@ def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
 
 
 def _run_config(reader: NativeReader) -> dict[str, str]:
-    """Returns Bridge's configuration, which names the parallel sizes of the random states; empty if none fits."""
+    """Returns Bridge's saved configuration, with the parallel sizes of the random states; empty if they do not fit."""
     loop, sizes = read_loop_state(reader), reader.manifest.topology
     text, layout = loop.get("run_config"), loop.get("layout")
-    # After a reshard, the configuration has other sizes than the step, and is left out. Bridge then takes the sizes
-    # from the saved arguments.
+    # Leave out the configuration after a reshard, because it has the old sizes. Bridge then takes the sizes from the
+    # saved arguments.
     fits = isinstance(layout, Mapping) and (layout.get("tp"), layout.get("pp")) == (sizes.tp, sizes.pp)
     return {"run_config.yaml": text} if isinstance(text, str) and fits else {}
 
@@ -220,12 +222,15 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         shared = read_shared_state(role.reader)
         trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
-        # verl 0.9.1 gets the weights only as a HuggingFace model, because it cannot load the model from dist_ckpt
-        # together with an optimizer in this form: `dist_checkpointing.load` changes the dict in which
+        # For verl 0.9.1, write the weights only as a HuggingFace model: verl cannot load the model from dist_ckpt
+        # together with an optimizer in this form, because `dist_checkpointing.load` changes the dict in which
         # `sharded_param_state_fully_reshardable` then looks for the parameters.
         job = _export(role, hf_model_path)
         exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
-        notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
+        notes += (
+            f"{prefix}{weights}: transformers computes something else than the trained model: {each}"
+            for each in job.other_model
+        )
     step_path = roles[0].path if is_step else roles[0].path.parent
     copies = list(_files_of_verl(step_path))
     if not any(name.startswith("data") for name in copies):
@@ -250,8 +255,8 @@ def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: 
 def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
     """Returns the `dist_ckpt` folder of verl's layout 1 (`MegatronCheckpointManager.save_checkpoint`, 0.7.1 and 0.8.0).
 
-    Workers and engines that have a bridge load the weights from the HuggingFace folder. The others, and critics with
-    mbridge, load them from here.
+    Workers and engines that have a bridge load the weights from the HuggingFace folder. Workers and engines without a
+    bridge, and critics with mbridge, load the weights from `dist_ckpt`.
     """
     tensors, common = plan_tensors(reader), _common_of(shared, "lr_scheduler")
     contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
@@ -261,7 +266,7 @@ def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rn
 def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     """Plans the HuggingFace weights. Raises CheckpointError if the architecture is not known."""
     head = role.reader.info(ShardKey(MCORE_HEAD, MODEL))
-    # A critic's config.json describes a language model, so the value head must be stated here.
+    # A critic's config.json describes a language model and not the value head, so state the value head.
     value = True if head is not None and head.shape[0] == 1 else None
     request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
     job = prepare(request, FoundCheckpoint(role.path, NATIVE.name))
@@ -269,7 +274,7 @@ def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
 
 
 def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
-    """Returns the plan with a critic's head under the name by which mbridge loads and saves it (0.15)."""
+    """Returns the plan with a critic's head under mbridge's name for it (0.15)."""
 
     def renamed(tensor: FileTensor) -> FileTensor:
         is_head = tensor.name == "score.weight"
@@ -293,7 +298,7 @@ def _files_of_verl(step_path: Path) -> Iterator[str]:
 def _notes(
     reader: NativeReader, converted: Sequence[str], has_rng: bool, without_rng: str, shared: SharedState
 ) -> tuple[str, ...]:
-    """Returns what the other trainer does not get.
+    """Returns the notes on everything that the other trainer does not get.
 
     `converted` are the keys of extra_state that are converted. `without_rng` is the option with which the other trainer
     loads no random states.
@@ -302,7 +307,7 @@ def _notes(
     notes = [left_out(reader, converted), parts_left_out(reader)]
     if has_rng:
         notes.append(
-            f"the random states are of tensor-parallel size {sizes.tp} and pipeline-parallel size {sizes.pp}: under "
+            f"the random states fit only tensor-parallel size {sizes.tp} and pipeline-parallel size {sizes.pp}: under "
             f"other sizes start with {without_rng}"
         )
     elif reader.manifest.files_of("rng"):
@@ -310,7 +315,8 @@ def _notes(
     if any(is_expert(name) for name in reader.manifest.tensors):
         notes.append(
             "megatron loads the optimizer of a model with experts only into the same chain (a dense and an expert "
-            "optimizer, or one for both): run mcore-ckpt reshard first to change whether experts are divided"
+            "optimizer, or one for both): to change whether experts are divided, run mcore-ckpt reshard before the "
+            "conversion"
         )
         if any(name.endswith("_extra_state") and is_expert(name) for name in reader.manifest.tensors):
             notes.append("the _extra_state of experts is not converted, so their FP8 amax history begins anew")
@@ -319,14 +325,14 @@ def _notes(
     if shared.was_offloaded:
         # `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
         notes.append(
-            "the optimizer was offloaded to the host, and megatron cannot load this state, which fits any layout, into "
-            "an offloaded optimizer: start without optimizer_cpu_offload"
+            "the optimizer was offloaded to the host, but megatron cannot load the converted state into an offloaded "
+            "optimizer: start without optimizer_cpu_offload"
         )
     if shared.mixed_fields:
         notes.append(
-            f"param groups differ only in {', '.join(shared.mixed_fields)}, and megatron-core 0.16 to 0.18 gives all "
-            "of them the values of one (0.19 tells max_lr, min_lr, start_wd and end_wd apart, but not betas and eps): "
-            "set them again after the load"
+            f"some param groups differ only in {', '.join(shared.mixed_fields)}, and megatron-core 0.16 to 0.18 gives "
+            "all these groups the values of one group (0.19 keeps max_lr, min_lr, start_wd and end_wd apart, but not "
+            "betas and eps): set these fields again after the load"
         )
     return tuple(note for note in notes if note is not None)
 

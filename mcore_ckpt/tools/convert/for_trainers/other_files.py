@@ -15,10 +15,10 @@ from mcore_ckpt.io.files import inside, make_folders, write_file
 
 @dataclass(frozen=True, eq=False)
 class OtherFiles:
-    """Copies files of the step `source` to the same paths, and writes texts. It satisfies
-    `formats.contract.CheckpointWriter`.
+    """Copies files of the step `source` to the same paths, and writes texts.
 
-    `files` is empty, because `finish`, which only the coordinator calls, writes everything.
+    It satisfies `formats.contract.CheckpointWriter`. `files` is empty, because only the coordinator writes, in
+    `finish`.
     """
 
     source: Path
@@ -33,7 +33,7 @@ class OtherFiles:
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
         for name in self.copies:
             make_folders(folder, name)
-            # A file of the step may be a link, but the link must not lead out of the step.
+            # A file of the step may be a link, if its target is in the step.
             write_file(folder / name, pieces_of(inside(self.source, name)))
         for name, text in self.texts.items():
             write_file(folder / name, [text.encode()])

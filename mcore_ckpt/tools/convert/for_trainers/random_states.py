@@ -1,8 +1,8 @@
 """Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, from each rank's saved states.
 
 Megatron stores a list of states for each pipeline and tensor rank (`get_rng_state`). All data-parallel ranks take the
-first entry, so they continue alike. Only with `--data-parallel-random-init` does each of them take its own entry.
-Bridge (0.6.2) stores a list for each data-parallel rank, too, if there is expert parallelism.
+first entry, so they continue alike. With `--data-parallel-random-init`, each data-parallel rank takes a separate entry
+instead. If there is expert parallelism, Bridge (0.6.2) stores a list for each data-parallel rank, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
     """Returns the sharded objects with the random states, by key; empty if the checkpoint has none, or only a seed.
 
     A resharded checkpoint can have a seed instead of states. Only this package can start from the seed. With
-    `of_each_replica`, each rank has a separate object, by its place in the group of data- and context-parallel ranks.
+    `of_each_replica`, there is an object for each rank, numbered by the rank's place in the group of data- and
+    context-parallel ranks.
 
     Raises:
         CheckpointCorruptError: a file is missing, is damaged, or lacks states.
@@ -33,7 +34,7 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
     objects = {}
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
-            # The place in the group of replicas counts context-parallel ranks first ("tp-cp-ep-dp-pp").
+            # In the group of replicas, the context-parallel place varies fastest ("tp-cp-ep-dp-pp").
             replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp if of_each_replica else 1)]
             states = [_read_states(reader, file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
             if any("seed" in state for state in states):
@@ -55,7 +56,7 @@ def _read_states(reader: NativeReader, path: str) -> dict[str, Any]:
 
 
 def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    # A run without CUDA has no state of a device, but megatron wants this state.
+    # A run without CUDA has no state of a device, but megatron requires one.
     device = state["torch"] if state["device"] is None else state["device"]
     version, words, gauss = state["python"]
     return {
@@ -71,10 +72,10 @@ def _numpy_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
     try:
         import numpy
     except ImportError:
-        raise InvalidStateError("megatron's random states contain NumPy's: pip install numpy") from None
+        raise InvalidStateError("megatron's random states contain a NumPy state: pip install numpy") from None
     saved = state["numpy"]
     if saved is None:
-        # The training did not use NumPy, but megatron wants a state.
+        # The training did not use NumPy, but megatron requires a NumPy state.
         name, keys, *rest = numpy.random.RandomState(0).get_state()
         return (name, keys, *rest)
     keys = saved["keys"].numpy().astype("uint32")

@@ -1,4 +1,4 @@
-"""Makes what all ranks share, in megatron's form: optimizer, LR scheduler, counters and arguments.
+"""Makes the state that all ranks share, in megatron's form: optimizer, LR scheduler, counters and arguments.
 
 The shared state of an optimizer differs between megatron's classes (megatron-core 0.16 to 0.19), and a checkpoint of
 this package does not say which class it comes from. So one dict has the fields of all three classes:
@@ -31,7 +31,7 @@ from mcore_ckpt.state.group_fields import are_same, field_of, marks, settings
 from mcore_ckpt.state.scheduler import saved_scheduler
 from mcore_ckpt.state.typed_values import from_stored
 
-# The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. Megatron 0.16 to 0.19 accept it.
+# This form of `DistributedOptimizer.sharded_state_dict` loads under any layout, in megatron 0.16 to 0.19.
 SHARDING_TYPE = "fully_reshardable"
 # Trainers build their `sharded_state_dict` with these flags (Megatron-LM's `load_checkpoint`, verl's
 # `_load_content_metadata`).
@@ -45,13 +45,14 @@ CONTENT_METADATA: Mapping[str, Any] = {
 # The key under which our `save_checkpoint` (integrations/megatron) keeps the state of Megatron's loop in extra_state.
 LOOP = "megatron"
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-# For `set_checkpoint_version`: below 3.0 Megatron-LM would reorder query, key and value.
+# For `set_checkpoint_version`: for versions below 3.0 Megatron-LM would reorder query, key and value.
 _CHECKPOINT_VERSION = 3.0
-# `get_megatron_optimizer` makes these without the `init_state_fn` that `sharded_state_dict(is_loading=True)` calls.
+# `get_megatron_optimizer` makes these optimizers without the `init_state_fn` that `sharded_state_dict(is_loading=True)`
+# calls.
 _NOT_LOADED = {"SGD", "FusedSGD"}
 # This field of a param group is True if its parameters belong to experts that have separate process groups.
 _EXPERT_FIELD = "is_expert_parallel"
-# The fields by which, with the marks, megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
+# Megatron finds a param group again by these fields and by the marks (`param_group_identifier_keys`, 0.16 to 0.18).
 _IDENTIFIERS = ("wd_mult", "lr_mult")
 # These fields show which optimizer a param group belongs to: torch's optimizers have the first field, FusedAdam has
 # the second. Groups with neither belong to HybridDeviceOptimizer, because its fields are not saved (`own_fields`).
@@ -63,9 +64,10 @@ class SharedState:
     """The state that all ranks share.
 
     Attributes:
-        optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if none was saved.
-        scheduler: the LR scheduler's `state_dict()`; None if there is none.
-        was_offloaded: whether a part of the optimizer was a HybridDeviceOptimizer.
+        optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if no optimizer was
+            saved.
+        scheduler: the LR scheduler's `state_dict()`; None if there is no LR scheduler.
+        was_offloaded: True if a part of the optimizer was a HybridDeviceOptimizer.
         mixed_fields: the fields that differ between param groups which megatron takes for the same group.
     """
 
@@ -78,7 +80,8 @@ class SharedState:
 def read_shared_state(reader: NativeReader) -> SharedState:
     """Reads `common.pt`.
 
-    Raises CheckpointCorruptError if it is damaged, and UnsupportedError if megatron cannot load its kind of optimizer.
+    Raises CheckpointCorruptError if the file is damaged, and UnsupportedError if megatron cannot load this kind of
+    optimizer.
     """
     if "optimizer" not in reader.manifest.contents:
         return SharedState(None, None)
@@ -86,14 +89,15 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     if refused := sorted({each["kind"] for each in common["optimizers"]} & _NOT_LOADED):
         raise UnsupportedError(
             f"{reader.place}: has the state of {', '.join(refused)}, which megatron (0.16 to 0.19) cannot load from "
-            "torch_dist checkpoints, not even from its own: take the weights with mcore-ckpt merge"
+            "torch_dist checkpoints, even if megatron wrote them: take the weights with mcore-ckpt merge"
         )
     saved = _of_layout(reader, common["optimizers"])
     parts = [_optimizer_state(each) for each in saved]
     adams = (each for each in common["optimizers"] if each["kind"] == "Adam")
     groups = (group for each in adams for group in each["param_groups"])
     was_offloaded = any(not {_TORCHS_FIELD, _FUSED_FIELD} & {*group} for group in groups)
-    # `ChainedOptimizer.load_state_dict` wants the state itself if there is one optimizer in the chain.
+    # For a chain of one optimizer, `ChainedOptimizer.load_state_dict` expects that optimizer's state, not a dict by
+    # number.
     optimizer = parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return SharedState(optimizer, saved_scheduler(common), was_offloaded, _mixed_fields(saved))
 
@@ -101,7 +105,7 @@ def read_shared_state(reader: NativeReader) -> SharedState:
 def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Returns the fields that differ between groups which megatron up to 0.18 takes for the same group.
 
-    `_filter_and_reorder_param_groups` then gives all of them the values of the last group.
+    `_filter_and_reorder_param_groups` then gives all these groups the values of the last group.
     """
     mixed: set[str] = set()
     for groups in (each["param_groups"] for each in saved):
@@ -117,7 +121,8 @@ def _of_layout(reader: NativeReader, saved: Sequence[Mapping[str, Any]]) -> Sequ
     """Returns one state for each optimizer that megatron chains under the layout of the checkpoint.
 
     Under expert parallelism, experts have a separate optimizer, whose param groups `is_expert_parallel` marks
-    (`_get_param_groups`, 0.16.1). A resharded checkpoint can still have the optimizers of its previous layout.
+    (`_get_param_groups`, 0.16.1). A resharded checkpoint can still have the optimizers of the layout before the
+    reshard.
     """
     sizes = reader.manifest.topology
     adams = [each for each in saved if each["param_groups"]]
@@ -146,8 +151,8 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
         if _TORCHS_FIELD in groups[0]:
             state["common_step"] = torch.tensor(float(step))
         else:
-            # FusedAdam counts steps in its groups, and would take a `step` in the state for one of its tensors. In
-            # torch's groups, a `step` would stay at this number for ever.
+            # FusedAdam counts steps in its param groups, and would take a `step` in the state for a tensor. torch's
+            # Adam counts them in the state, and would never change a `step` in its groups.
             groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
     elif step is not None:
         state["common_step"] = step
@@ -163,18 +168,18 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
 def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], has_rng: bool) -> dict[str, Any]:
     """Returns the counters and arguments that Megatron-LM's `load_checkpoint` reads, without optimizer and scheduler.
 
-    `model` returns the model that the checkpoint's `config.json` describes; None if there is no such file. It is called
-    only if our `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
+    `model` returns the model that the checkpoint's `config.json` describes; None if there is no such file. `model` is
+    called only if our `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
 
-    Raises CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM
-    compares with its own.
+    Raises CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM compares
+    with those of the run.
     """
     loop = read_loop_state(reader)
     manifest, sizes = reader.manifest, reader.manifest.topology
     arguments = {
         **_compared(reader, loop, model),
         **{name: loop.get(name, 0) for name in COUNTERS},
-        # Random states are loaded only if these are the sizes of the run.
+        # Megatron-LM loads random states only if the run has these sizes.
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "world_size": sizes.world_size,
@@ -193,7 +198,7 @@ def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], ha
 
 
 def read_loop_state(reader: NativeReader) -> Mapping[str, Any]:
-    """Returns what our `save_checkpoint` of Megatron's loop has saved on rank 0; empty if it saved nothing there."""
+    """Returns the state that our `save_checkpoint` of Megatron's loop saved on rank 0; empty if it saved none."""
     record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
     if record is None:
         return {}
@@ -209,15 +214,14 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
     described = model()
     if described is None:
         raise CheckpointMismatchError(
-            f"{reader.place}: Megatron-LM compares num_layers, hidden_size and num_attention_heads with its own "
-            "arguments, but this checkpoint has neither these nor a config.json: name a folder that has config.json "
-            "with --hf_model_path"
+            f"{reader.place}: Megatron-LM needs num_layers, hidden_size and num_attention_heads to compare them with "
+            "its arguments, but this checkpoint has neither these values nor a config.json: name a folder that has "
+            "config.json with --hf_model_path"
         )
     if not described.architecture.rules:
         raise UnsupportedError(
             f"{reader.place}: config.json names an architecture that this package does not know, so the arguments that "
-            "Megatron-LM compares with its own are unknown: save once with save_checkpoint of "
-            "mcore_ckpt.integrations.megatron"
+            "Megatron-LM compares are unknown: save once with save_checkpoint of mcore_ckpt.integrations.megatron"
         )
     config = to_mcore_config(described)
     names = ("num_layers", "hidden_size", "num_attention_heads")
@@ -228,15 +232,15 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
 
 
 def parts_left_out(reader: NativeReader) -> str | None:
-    """Returns a sentence on the parts of the step, which other trainers do not get; None if there are none."""
+    """Returns a sentence on the parts of the step, which other trainers do not get; None if the step has no parts."""
     if not reader.manifest.parts:
         return None
     names = ", ".join(reader.manifest.parts)
-    return f"the parts of the step ({names}) are this trainer's own: they stay in {reader.place}/{file_names.PARTS_DIR}"
+    return f"the parts of the step ({names}) are not converted: they stay in {reader.place}/{file_names.PARTS_DIR}"
 
 
 def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
-    """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get all of it.
+    """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get everything.
 
     `extra` has the keys that are converted.
     """

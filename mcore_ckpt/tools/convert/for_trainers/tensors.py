@@ -1,14 +1,14 @@
-"""Plans under which of megatron's keys the tensors of a native checkpoint are stored, and reads the tensors.
+"""Plans the keys of megatron under which the tensors of a native checkpoint are written, and reads the tensors.
 
-Megatron gives one key to each tensor of the model, and the key `optimizer.state.<kind>.<key>` to each part of the
-tensor's optimizer state, which has the tensor's shape (megatron-core 0.16 to 0.19):
+Megatron stores each tensor of the model under a key, and each kind of its optimizer state, in the shape of that tensor,
+under `optimizer.state.<kind>.<key>` (megatron-core 0.16 to 0.19):
 
 - `DistributedOptimizer.sharded_param_state_fully_reshardable` calls the main parameter `param`.
-- `Float16OptimizerWithFloat16Params.sharded_state_dict` calls it `fp32_param`.
+- `Float16OptimizerWithFloat16Params.sharded_state_dict` calls the main parameter `fp32_param`.
 - `FP32Optimizer` stores no main parameter.
 
-A checkpoint of this package does not say which of the three classes it comes from, and a later run may use another. So
-a load finds the main parameter under both names; its bytes are written once.
+A checkpoint of this package does not say which of the three classes it comes from, and a later run may use another
+class. So the main parameter is stored under both names, but its bytes are written only once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensors:
-    """Slices of the model and of the optimizer's state (none if that was not saved), and the `_extra_state` objects."""
+    """Slices of the model, slices of the optimizer's state (if it was saved), and the `_extra_state` objects."""
 
     model: tuple[Slice, ...]
     optimizer: tuple[Slice, ...]
@@ -62,8 +62,8 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
     """
     if MODEL not in reader.manifest.contents:
         raise UnsupportedError(
-            f"{reader.place}: was saved without the model (save_contents), and nobody can resume from the optimizer "
-            "alone: convert a checkpoint that has both"
+            f"{reader.place}: was saved without the model (save_contents), and no trainer can resume from the "
+            "optimizer alone: convert a checkpoint that has both"
         )
     _refuse_bound_state(reader)
     tensors = list(saved_tensors(reader))
@@ -72,7 +72,7 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
     model: list[Slice] = []
     optimizer: list[Slice] = []
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
-    # HybridModel and MambaModel want this object, too, and GPTModel ignores it.
+    # HybridModel and MambaModel also require this object, and GPTModel ignores it.
     states = {keys.place("output_layer._extra_state").object_key: empty}
     for tensor in tensors:
         if tensor.model == OPAQUE:
@@ -115,7 +115,7 @@ def _key_rows(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> list[Key
     """Returns the keys of a tensor, each with its rows. A mixer's tensor has one key for each section."""
     local = in_local_spec(tensor.name)
     first, *others = keys.places(local)
-    # A norm has other keys under other layer specs. One of these keys can be the tensor's name.
+    # A norm's key depends on the layer spec, so list all its keys. One of them can be the tensor's name.
     found = [*others, *([keys.place(tensor.name)] if not is_expert(tensor.name) else [])]
     rows = tensor.shape[0] if tensor.shape else 1
     whole = KeyRows(first, 0, rows, tuple(dict.fromkeys(place.key for place in found if place.key != first.key)))
@@ -144,7 +144,8 @@ def _sections(reader: NativeReader, tensor: SavedTensor, whole: KeyRows) -> Iter
 def _slices(reader: NativeReader, tensor: SavedTensor, kind: str, rows: Iterable[KeyRows]) -> Iterator[Slice]:
     key = ShardKey(tensor.name, kind)
     info = reader.info(key)
-    # A main parameter that is the model's own tensor has that tensor's dtype. Moments that do not exist yet are fp32.
+    # If the main parameter is the model's own tensor, take the dtype of the model's tensor. Moments that do not exist
+    # yet are fp32.
     if info is None and kind == PARAM:
         info = reader.info(ShardKey(tensor.name, MODEL))
     dtype = "float32" if info is None else str(info.dtype).removeprefix("torch.")
@@ -162,7 +163,7 @@ def _refuse_bound_state(reader: NativeReader) -> None:
     for name in reader.manifest.tensors:
         if kinds := reader.bound_kinds(ShardKey(name, PARAM)):
             raise UnsupportedError(
-                f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which do not have the "
+                f"{reader.place}: tensor {name}: the optimizer state has {', '.join(kinds)}, which do not have the "
                 "parameter's shape, so torch_dist cannot store them: take the weights with mcore-ckpt merge"
             )
 
@@ -173,17 +174,17 @@ def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, .
         return tensor.moments
     if len(common) > 1:
         raise UnsupportedError(
-            f"{reader.place}: tensor {tensor.name}: the optimizer has not stepped it yet, so it is unknown which of "
-            f"{sorted(common)} it has: convert a checkpoint of a later step"
+            f"{reader.place}: tensor {tensor.name}: the optimizer has not updated this tensor yet, so it is unknown "
+            f"which of the moments {sorted(common)} the tensor will have: convert a checkpoint of a later step"
         )
     return next(iter(common), ("exp_avg", "exp_avg_sq"))
 
 
 def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict[str, bytes]:
-    """Returns the `_extra_state` that transformer-engine keeps for FP8, as the module has returned it."""
+    """Returns the `_extra_state` that transformer-engine keeps for FP8, unchanged."""
     if is_expert(tensor.name):
-        # Megatron divides the state of grouped experts by expert. This is not done here, so the amax history begins
-        # anew.
+        # Megatron divides the state of grouped experts by expert. Leave this state out instead, so the amax history
+        # begins anew.
         return {}
     shard = Locator(reader, None).opaque(ShardKey(tensor.name, OPAQUE))
     if shard is None:

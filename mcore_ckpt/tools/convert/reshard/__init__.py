@@ -1,28 +1,31 @@
 """Rewrites a committed checkpoint for another layout, without GPUs, without the model and in bounded memory.
 
-Indexes say what every byte is, so no model is needed. The cuts and stages of the new layout follow these rules:
+The indexes describe every byte, so no model is needed. The cuts and stages of the new layout follow these rules:
 
-- Stages end where `--pipeline-layout`, `--hybrid-layer-pattern` (texts in megatron's form) or the even division say.
-  `PipelineSplit` places the layers. If the pipeline sizes stay and no other division is asked for, the stages stay.
-- Sections are stored as pieces even if nothing is cut: gate and up, and the inputs that a GatedDeltaNet or MambaMixer
-  computes in one go (queries, keys, values, ...), each with its length. So an index says how to cut such a tensor under
-  another size. A mixer's tensor in one piece is refused, because an even cut would take keys for queries.
-- The data-parallel ranks of a (pp, tp) divide the elements of all its dense parameters evenly, in the order of names.
-  The data-parallel ranks of a (pp, etp, ep) do the same with its experts. A load accepts any partition. A replicated
-  optimizer becomes a sharded one.
-- The world size stays as it was if the other sizes divide it. Otherwise it is the smallest size that they allow. The
-  data-parallel size follows from it, as in Megatron. `--etp` follows `--tp` if both were the same.
+- `--pipeline-layout` or `--hybrid-layer-pattern` (texts in megatron's form) say where stages end; without them, layers
+  are divided evenly. `PipelineSplit` places the layers. If the pipeline sizes stay and no option asks for another
+  division, the stages stay as saved.
+- Sections are stored as separate pieces even under a tensor-parallel size of 1: gate and up, and the inputs that a
+  GatedDeltaNet or MambaMixer computes in one product (queries, keys, values, ...). So an index shows how to cut such a
+  tensor under another size. A mixer's tensor that is stored in one piece is refused, because an even cut would mix
+  queries and keys.
+- The data-parallel ranks of each (pp, tp) divide the elements of all dense parameters there evenly, in the order of
+  names. The data-parallel ranks of each (pp, etp, ep) divide the elements of the experts there in the same way. A load
+  accepts any such division. A replicated optimizer becomes a sharded optimizer.
+- The world size stays as saved if the other sizes divide it. Otherwise the new world size is the smallest number that
+  they divide. The data-parallel size follows from the world size, as in Megatron. `--etp` equals `--tp` if both were
+  equal in the checkpoint.
 - The vocabulary keeps its padded rows if tp divides them. Otherwise it is padded to the next multiple of tp, with
-  zeros. `--vocab-size` and `--make-vocab-size-divisible-by` pad it as Megatron would.
+  zeros. With `--vocab-size` and `--make-vocab-size-divisible-by`, the vocabulary is padded as in Megatron.
 - Random states and `extra_state` follow the rule of a load (`Topology.place_in_turn`). Under another data-parallel
-  size, data positions get those of all saved ranks. If random number generators cannot go on, a rank's file has only
-  the saved seed.
+  size, each rank's data positions contain the positions of all saved ranks. If random number generators cannot go on, a
+  rank's file has only the saved seed.
 - If a whole step is resharded, its roles are put in place together, once all are written. If one role is resharded
   alone, the new step declares only this role. The files that the trainer keeps in the step (verl's `data.pt`,
   `transfer_queue/`) are copied unchanged, put in place just before the roles, and named in the report.
 
-Everything is planned and checked first. Then one thread reads a part of a file, 128 MiB, into one of two buffers and
-checks it block by block, while the other buffer is written. A large file is written as several ranks would write it,
-one part each, but one process writes all parts, one after the other. Files that are copied as they are (HuggingFace
-weights) are checked against the manifest's CRC on the way.
+Everything is planned and checked first. Then one thread reads 128 MiB of a file into one of two buffers and checks them
+block by block, while the other buffer is written. In a save, several ranks write a large file, one part each; here, one
+process writes all these parts in turn. Files that are copied unchanged (HuggingFace weights) are checked against the
+CRC in the manifest during the copy.
 """

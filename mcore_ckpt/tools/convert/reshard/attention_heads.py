@@ -15,8 +15,8 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 
-# Maps each weight that tensor parallelism cuts to its kinds of heads, and each kind to the fact and the field of
-# config.json that give the number of these heads.
+# For each weight that tensor parallelism cuts: its kinds of heads. For each kind: the fact and the field of config.json
+# that state the number of heads.
 _HEADS = {
     "linear_qkv.weight": {
         "attention heads": ("num_attention_heads", "num_attention_heads"),
@@ -43,8 +43,8 @@ def check_heads(
     linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1), and
     in a Mamba mixer the numbers of heads and of groups (MambaMixer, 0.18).
 
-    The HuggingFace `config` gives numbers that the checkpoint's own `facts` lack. A number that both lack is not
-    checked.
+    The numbers come from the checkpoint's `facts`, or else from the HuggingFace `config`. A number that both lack is
+    not checked.
 
     Raises CheckpointMismatchError: the heads cannot be divided.
     """
@@ -60,15 +60,15 @@ def check_heads(
                 continue
             if count % new.tp and (field != "num_key_value_heads" or new.tp % count):
                 raise CheckpointMismatchError(
-                    f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: its {count} {what} cannot be "
-                    f"divided among tp = {new.tp} ranks: choose another tensor-parallel size"
+                    f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: the {count} {what} of this "
+                    f"tensor cannot be divided among tp = {new.tp} ranks: choose another tensor-parallel size"
                 )
 
 
 def config_of_checkpoint(role_dir: Path) -> dict[str, Any]:
-    """Reads the HuggingFace configuration in a checkpoint's folder. Returns an empty dict if there is none."""
+    """Reads the HuggingFace configuration in a checkpoint's folder. Returns an empty dict if it cannot be read."""
     try:
         path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
         return fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, CheckpointCorruptError, fields.FieldError):
-        return {}  # the configuration is optional, so a missing or damaged one must not stop a reshard
+        return {}  # the configuration is optional, so a reshard goes on if it is missing or damaged

@@ -1,4 +1,4 @@
-"""Copies the files that hold no named tensors, and gives each rank of the new layout its own small files."""
+"""Plans and writes the files without named tensors, so that each rank of the new layout finds its small files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """Files of the new checkpoint that hold no named tensors.
+    """Files of the new checkpoint that have no named tensors.
 
     Attributes:
         copies: the files to copy.
@@ -54,10 +54,11 @@ class CarriedFiles:
 
 
 def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> CarriedFiles:
-    """Plans which of these files each rank of the new layout gets, by the same rules as a load under another layout.
+    """Plans the CarriedFiles of a new layout, by the same rules as a load under another layout.
 
-    Each rank gets the files of the saved rank at its own coordinates modulo the saved sizes. If the random number
-    generators cannot continue under the new layout, each rank gets the saved seed instead of their states.
+    Each new rank gets the files of the saved rank at the new rank's coordinates modulo the saved sizes. If the random
+    number generators cannot continue under the new layout, each rank gets the saved seed instead of the generators'
+    states.
 
     Raises CheckpointCorruptError: a file is missing, has another size, or is damaged.
     """
@@ -95,9 +96,9 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
 
 
 def _with_all_positions(place: Place, dp: int, extra_at: Callable[[Place], Extra | None]) -> Extra | None:
-    """Returns the `extra_state` of a saved place with the data positions of all data-parallel ranks in its own.
+    """Returns the `extra_state` of a saved place, with the data positions of all data-parallel ranks.
 
-    So a load of the new checkpoint can divide them. Returns None if there are no data positions.
+    So a load of the new checkpoint can divide the positions. Returns None if there are no data positions.
     """
     extra = extra_at(place)
     found = [(keys, record) for keys, record in positions_in(extra) if "ranks" not in record]
@@ -117,14 +118,14 @@ def _extra_at(role_dir: Path, reader: NativeReader, place: Place) -> Extra | Non
 def copy_file(role_dir: Path, copy: Copy, folder: Path) -> None:
     """Copies a file durably into the folder of the new checkpoint.
 
-    Raises CheckpointCorruptError if the file's CRC is not the one in the manifest, and OSError if writing failed.
+    Raises CheckpointCorruptError if the file's CRC differs from the CRC in the manifest, and OSError if writing failed.
     """
     make_folders(folder, copy.path)
     write_file(folder / copy.path, checked_bytes(role_dir, copy.record))
 
 
 def write_made(carried: CarriedFiles, folder: Path) -> list[tuple[int, WrittenFile]]:
-    """Writes the other files durably. Returns each with the rank that the manifest records as its writer."""
+    """Durably writes the `seeded` and `positioned` files. Returns each file with its writer in the new manifest."""
     made = [(path, "rng", rank, {"seed": seed}) for path, rank, seed in carried.seeded]
     made += [(path, "extra", rank, extra) for path, rank, extra in carried.positioned]
     return [(rank, write_plain(folder, path, kind, pickle_plain(value))) for path, kind, rank, value in made]

@@ -37,9 +37,9 @@ class PlannedFile:
     """One indexed file to write.
 
     Attributes:
-        request: the tensors of the file; they are on the `meta` device.
-        located: the stored ranges of each tensor, in the same order.
-        rank: the world rank that writes this file when a trainer of the new layout saves.
+        request: the tensors of the file, as tensors on the `meta` device.
+        located: the stored ranges of each tensor, in the order of the tensors in `request`.
+        rank: the world rank that would write this file in a save under the new layout.
     """
 
     request: WriteRequest
@@ -67,23 +67,23 @@ class Regions:
 
     @property
     def known_vocabulary(self) -> int | None:
-        """The number of vocabulary rows that both layouts have; the rows after them are padding. None if unknown."""
+        """The number of vocabulary rows that both layouts have; all later rows are padding. None if unknown."""
         return None if self._rows is None or self._saved_rows is None else min(self._rows, self._saved_rows)
 
     def check_tokens(self, tokens: int | None) -> None:
-        """Raises CheckpointMismatchError if the cut removes rows that a tokenizer with this number of tokens needs."""
+        """Raises CheckpointMismatchError if the new vocabulary lacks rows that `tokens` tokens of a tokenizer need."""
         kept = self.known_vocabulary
         if tokens is not None and kept is not None and kept < tokens <= (self._saved_rows or 0):
             raise CheckpointMismatchError(
-                f"the tokenizer beside the checkpoint has {tokens} tokens, but only {kept} of {self._saved_rows} rows "
-                "of the vocabulary would be kept: choose a larger --vocab-size"
+                f"the checkpoint's tokenizer has {tokens} tokens, but only {kept} of {self._saved_rows} rows of the "
+                "vocabulary would be kept: choose a larger --vocab-size"
             )
 
     def of(self, tensor: SavedTensor, at: RankCoordinates) -> Region:
         """Returns the local region of a tensor on the rank at the coordinates `at`.
 
-        Raises CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name
-        implies, or it is not known how the tensor is cut.
+        Raises CheckpointMismatchError: the new layout does not divide the tensor, the tensor is cut in another way than
+        its name implies, or its cut is unknown.
         """
         rank = at.etp if tensor.expert else at.tp
         key = (tensor.name, rank)
@@ -105,7 +105,7 @@ class Regions:
         if has_vocabulary_rows(tensor.name) and self._rows is not None and shape[0] == self._saved_rows:
             shape = (self._rows, *shape[1:])
         if saved == new and shape == tensor.shape and rank in tensor.seen:
-            # Keep the cut of the checkpoint. This works for every tensor, even if its name does not show its cut.
+            # Keep the cut of the checkpoint. So a tensor need not have a name that shows its cut.
             return tensor.seen[rank]
         try:
             return self._cut(tensor, saved).region(shape, rank, new)
@@ -115,7 +115,7 @@ class Regions:
 
     def _cut(self, tensor: SavedTensor, saved: int) -> Cut:
         if tensor.name not in self._cuts:
-            # A value head has the output layer's name, but it has few rows, and each rank holds all of them.
+            # A value head has the output layer's name, but only a few rows, and each rank holds all these rows.
             is_head = split_language_model(tensor.name)[1].startswith("output_layer.")
             is_value_head = is_head and tensor.shape[0] != self._saved_rows
             self._cuts[tensor.name] = find_cut(
@@ -126,7 +126,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class _Experts:
-    """The number of experts below each module called `experts`, and the expert-parallel size that divides them."""
+    """The number of experts in each module called `experts`, and the new expert-parallel size."""
 
     counts: dict[str, int]
     ep: int
@@ -145,7 +145,7 @@ class _Experts:
         return _Experts(counts, ep)
 
     def holds(self, name: str, ep_rank: int) -> bool:
-        """Returns True if an expert-parallel rank holds a tensor. Each rank holds all tensors that no expert owns."""
+        """Returns True if an expert-parallel rank holds a tensor. Tensors outside of experts are on each rank."""
         expert = expert_of(name)
         return expert is None or expert[1] // (self.counts[expert[0]] // self.ep) == ep_rank
 
@@ -153,8 +153,8 @@ class _Experts:
 class Planner:
     """Plans the files of a new layout. `wanted` gives the size of the vocabulary.
 
-    Raises CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or the pipeline rank of a
-    tensor is not known.
+    Raises CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or a tensor's pipeline rank is
+    unknown.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class Planner:
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """Yields the parameters for which a rank owns optimizer state, each with the owned region.
 
-        The data-parallel ranks of one (pp, tp) divide the elements of its dense parameters evenly. The data-parallel
-        ranks of one (pp, etp, ep) do the same with the elements of its experts' parameters.
+        The data-parallel ranks of each (pp, tp) divide the elements of the dense parameters there evenly. The
+        data-parallel ranks of each (pp, etp, ep) divide the elements of the experts' parameters there evenly.
         """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]
@@ -293,15 +293,15 @@ def _locate(wanted: Wanted, tensor: SavedTensor, locator: Locator) -> Located:
     located = locator.find(wanted)
     if located is None:
         raise CheckpointCorruptError(
-            f"{tensor.file}: tensor {wanted.key}: is in none of the files that the manifest names for it: use another "
-            "copy of the checkpoint"
+            f"{tensor.file}: tensor {wanted.key}: is in none of the files that should have it according to the "
+            "manifest: use another copy of the checkpoint"
         )
     return located
 
 
 def _opaque_write(key: ShardKey, tensor: SavedTensor, locator: Locator) -> _PlannedWrite:
     found = locator.opaque(key)
-    assert found is not None, "the tensor was found in this checkpoint"
+    assert found is not None, "`saved_tensors` found the tensor in this checkpoint"
     dtype, shape = torch_dtype(found.dtype), found.region.local_shape
     meta = torch.empty(shape, dtype=dtype, device="meta")
     located = Located((ReadRange.whole(found),), dtype, 0)
@@ -318,8 +318,9 @@ def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target
         pp = tensor.pp if as_saved else placement.rank_of(tensor.name)
         if pp is None:
             raise CheckpointMismatchError(
-                f"{tensor.file}: tensor {tensor.name}: its name does not show which of {target.topology.pp} pipeline "
-                f"ranks has it: keep pp = {saved.topology.pp}, or load the checkpoint directly under the new layout"
+                f"{tensor.file}: tensor {tensor.name}: the tensor's name does not show which of {target.topology.pp} "
+                f"pipeline ranks holds the tensor: keep pp = {saved.topology.pp}, or load the checkpoint directly "
+                "under the new layout"
             )
         by_stage[pp].append(tensor)
     return by_stage

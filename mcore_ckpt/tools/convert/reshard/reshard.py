@@ -1,4 +1,4 @@
-"""Rewrites the roles of a step under another layout. All roles appear together, once all of them are written."""
+"""Rewrites the roles of a step under another layout. All roles appear together, once all roles are written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mcore_ckpt.tools.examine.select import Selection
 
 @dataclass(frozen=True)
 class RoleReport:
-    """The report of one role: its folder and its layout before (`source`, `saved`) and after (`path`, `written`).
+    """The report of one role: the role's folder and layout before (`source`, `saved`) and after (`path`, `written`).
 
     `reseeded` is True if the random number generators start from the saved seed instead of their saved states.
     """
@@ -51,7 +51,7 @@ class RoleReport:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """The report of one reshard: the roles that have a model, and the files beside them that were copied."""
+    """The report of one reshard: the roles that have a model, and the copied files next to the roles (`beside`)."""
 
     step: int
     roles: tuple[RoleReport, ...]
@@ -73,20 +73,20 @@ def reshard(
 
     Args:
         selection: the checkpoints to rewrite, from `select`.
-        root: the folder of all steps to write into; it must differ from the root that is read.
+        root: the folder of all steps to write into. It must not be the root of `selection`.
         force: True to replace checkpoints of the same step and roles, once all roles are written. A pinned step stays.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the source, a pinned
-            checkpoint or, without `force`, any other checkpoint.
+            checkpoint, or any checkpoint if `force` is False.
         LockedError: a trainer saves below `root`.
-        CheckpointError: the checkpoint is damaged or does not fit the layout, or the new one cannot be written. `root`
-            then has no new complete step.
+        CheckpointError: the checkpoint is damaged or does not fit the layout, or the new checkpoint cannot be written.
+            After the error, `root` has no new complete step.
 
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
     """
-    with reading(selection.role_dirs):  # a trainer that still runs could delete the step
+    with reading(selection.role_dirs):  # keeps a running trainer from deleting the step
         return _reshard(selection, root.absolute(), wanted, force, progress)
 
 
@@ -117,7 +117,7 @@ def _reshard(selection: Selection, root: Path, wanted: WantedLayout, force: bool
 
 
 def _step_of(selection: Selection) -> Path | None:
-    """Returns the folder of the step that is read; None if the checkpoint is in no step."""
+    """Returns the step's folder that has the selected roles; None if they are not in a step's folder."""
     role_dir = selection.role_dirs[0]
     return next((each for each in (role_dir, role_dir.parent) if file_names.parse_step(each.name) is not None), None)
 
@@ -126,9 +126,7 @@ def _check_root(found: Mapping[Path, Manifest], step: int, root: Path) -> None:
     for source, manifest in found.items():
         role_dir = file_names.step_dir(root, step) / manifest.role
         if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
-            raise InvalidArgumentError(
-                f"{root}: the checkpoint is read from this folder: name another folder to write to"
-            )
+            raise InvalidArgumentError(f"{root}: has the checkpoint to reshard: name another folder to write to")
 
 
 def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: WantedLayout) -> RoleWriter:
@@ -143,7 +141,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
         carried = plan_carried_files(source, reader, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
-    # Keep the megatron version of the training. This process may have another version, or none.
+    # Keep the megatron version of the training, because this process may have another megatron, or no megatron.
     versions = {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
     identity = Identity(
         manifest.role,

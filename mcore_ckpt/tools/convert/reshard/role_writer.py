@@ -1,4 +1,4 @@
-"""Writes the roles of a step in the format of this package: planned files, or a copy of a role of plain files."""
+"""Writes roles in the format of this package: from planned files, or as copies of roles that are plain files."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ from mcore_ckpt.tools.convert.reshard.target import Target
 
 @dataclass(frozen=True)
 class Identity:
-    """The entries of a manifest that cannot be derived from the written files.
+    """The entries of a manifest that do not follow from the written files.
 
-    `versions` are package versions of the training, such as megatron's. They replace the versions of this process.
+    `versions` are package versions of the training, such as megatron's; they override the package versions of this
+    process.
     """
 
     role: str
@@ -61,9 +62,10 @@ class RoleWriter:
     """Writes a role in the format of this package. It satisfies `formats.contract.CheckpointWriter`.
 
     Attributes:
-        read: fills tensors with ranges of the source: the reader's `read`, or a function that checks more.
+        read: a function that fills tensors with ranges of the source: the reader's `read`, or a function with more
+            checks.
         copies: the files to copy from `source`, the folder of the saved role.
-        write_others: writes other small files durably into the folder that it is given. It returns each file with the
+        write_others: a function that durably writes other small files into a folder, and returns each file with the
             rank that the manifest records as its writer.
     """
 
@@ -106,13 +108,13 @@ class RoleWriter:
         self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        """Compares only the model, because no tool tests a checkpoint that has more."""
-        assert self.identity.contents == ("model",), "only the model is compared, so nothing else may count as tested"
+        """Compares the model with the source. Tools with a `--test` write only a model."""
+        assert self.identity.contents == ("model",), "contents other than the model would not be tested"
         written = NativeReader.open(folder)
 
         def read(name: str, region: Region) -> torch.Tensor:
             info = written.info(ShardKey(name, MODEL))
-            assert info is not None, "the manifest names it"
+            assert info is not None, "the manifest names the tensor"
             memory = torch.empty(region.numel, dtype=info.dtype)
             read_regions(written, [RegionRead(name, region, memory)])
             return memory
@@ -161,9 +163,9 @@ def _manifest(
     indexed: Sequence[FileNames],
     small: Sequence[tuple[int, WrittenFile]],
 ) -> Manifest:
-    """Makes the manifest of a role. `indexed` are the files with tensors, `small` the other files with their ranks.
+    """Makes the manifest of a role. `RolesOfStep.write_manifest` adds the step's roles and attempt.
 
-    The step that the role is written into adds its roles and its attempt.
+    `indexed` are the files with tensors, `small` the other files, each with the rank of its writer.
     """
     topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))

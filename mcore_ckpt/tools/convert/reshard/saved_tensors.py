@@ -1,4 +1,4 @@
-"""Lists the tensors of a checkpoint, with their stored kinds and the region of each tensor-parallel rank."""
+"""Lists the tensors of a checkpoint, each with its stored kinds and the region of each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class SavedTensor:
     """One global tensor of a checkpoint.
 
     Attributes:
-        model: the kind that the model stores, MODEL or OPAQUE; None if only the optimizer stores the tensor.
-        moments: the kinds of its optimizer state, without the main parameter.
+        model: the kind of the shards in the model's files, MODEL or OPAQUE; None if the tensor is only in the
+            optimizer's files.
+        moments: the kinds of the tensor's optimizer state, without the main parameter.
         main: True if the optimizer has a main parameter for the tensor.
         aliased: True if this main parameter is the model's own tensor.
-        seen: the local region of each tensor-parallel rank; for an expert's tensor, of each expert-tensor-parallel
-            rank. Empty if `model` is OPAQUE.
-        pp: the first pipeline rank that wrote it.
-        file: one of its files, for messages.
+        seen: the local region of each tensor-parallel rank, or of each expert-tensor-parallel rank if the tensor is an
+            expert's. Empty if `model` is OPAQUE.
+        pp: the first pipeline rank that wrote the tensor.
+        file: a file that has the tensor, for messages.
     """
 
     name: str
@@ -43,7 +44,7 @@ class SavedTensor:
 
     @property
     def shape(self) -> Shape:
-        """The global shape. An OPAQUE tensor has none."""
+        """The global shape. Do not call this for an OPAQUE tensor."""
         return next(iter(self.seen.values())).global_shape
 
 
@@ -51,7 +52,7 @@ def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
     """Yields all tensors of a checkpoint, in the order of the manifest. Reads every index.
 
     Raises CheckpointCorruptError if an index is missing or damaged, and UnsupportedError if a tensor has optimizer
-    state that cannot be divided in another way.
+    state that cannot be divided anew.
     """
     for name in reader.manifest.tensors:
         if (found := _saved_tensor(reader, name)) is not None:
@@ -67,8 +68,8 @@ def _saved_tensor(reader: NativeReader, name: str) -> SavedTensor | None:
     main_key = ShardKey(name, PARAM)
     if kinds := reader.bound_kinds(main_key):
         raise UnsupportedError(
-            f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which belong to the shards of "
-            "the saved layout and cannot be divided: load the checkpoint directly, with reset_moments=True"
+            f"{reader.place}: tensor {name}: the optimizer state has {', '.join(kinds)}, which fit only the shards of "
+            "the saved layout: load the checkpoint directly, with reset_moments=True"
         )
     files = reader.files(main_key)
     main = reader.shards(main_key, files)
@@ -83,7 +84,7 @@ def _saved_tensor(reader: NativeReader, name: str) -> SavedTensor | None:
 
 
 def _local_regions(reader: NativeReader, name: str, shards: Iterable[StoredShard]) -> dict[int, Region]:
-    """Returns the whole local region of each tensor-parallel rank. A stored shard may hold only a part of it.
+    """Returns the whole local region of each tensor-parallel rank. A stored shard may have only a part of that region.
 
     Raises UnsupportedError: the tensor is cut among the expert-parallel ranks.
     """

@@ -1,4 +1,4 @@
-"""Writes the planned files from a checkpoint, range by range: one range is read while another is written."""
+"""Writes the planned files from a checkpoint, range by range: a range is read while the range before it is written."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class FileNames:
 
 @dataclass(frozen=True, eq=False)
 class _FileRange:
-    """A range of a file that is read as a whole and written as a whole. It satisfies `io.streams.FilePart`.
+    """A range of a file that is read in one batch and written in one batch. It satisfies `io.streams.FilePart`.
 
-    A large file is written as if several ranks shared it, one range each. This process acts for all these writers;
-    `writer` is the number of the writer that has this range.
+    A large file is written as if several ranks shared it, one range each. This process acts for all these ranks, and
+    `writer` is the number of the rank that would write this range.
     """
 
     file: PlannedFile
@@ -48,7 +48,7 @@ class _FileRange:
 
 
 class _OwnExchange:
-    """Passes records from the writers of a file to the owner of the file. This process acts for all of them.
+    """Passes records from the writers of a file to its owner. This process acts for all of these ranks.
 
     `rank` is the number of the writer whose records are passed next.
     """
@@ -67,10 +67,10 @@ class _OwnExchange:
 def write_planned_files(
     read: Read, files: Iterable[PlannedFile], staging: Path, progress: Callable[[int], None]
 ) -> Iterator[FileNames]:
-    """Writes the files durably into the folder `staging`, and yields each when it is complete.
+    """Writes the files durably into the folder `staging`, and yields each file when that file is complete.
 
-    It needs two buffers of STREAM_BYTES and the memory that `read` needs, however large the files are. `progress` is
-    called with the number of bytes that were written since the last call.
+    It needs two buffers of STREAM_BYTES and the memory that `read` needs, for files of any size. `progress` is called
+    with the number of bytes that were written since the last call.
 
     Raises:
         CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names the file and the tensor.
@@ -83,8 +83,8 @@ def write_planned_files(
 
 
 def _ranges(file: PlannedFile) -> list[_FileRange]:
-    # Plan each file only when it is needed and keep no plan, because the plans of all files together are as large as
-    # the indexes of the files.
+    # Plan each file just before it is written, and drop the plan afterwards, because all plans together take as much
+    # memory as the indexes of all files.
     plan = plan_file(file.request, 0, StructureCache())
     cuts = cuts_of(plan.pt.records_end)
     share = Share(tuple(range(len(cuts) - 1)), cuts)
@@ -111,8 +111,8 @@ def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Ten
 def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:
     ranges = [placed.part for placed in batch]
     writes = [FileWrite(placed.part.plan, buffer=placed.buffer, offset=placed.offset) for placed in batch]
-    # All ranges of the batch have the same writer number. If a file has several writers, each of its ranges is the only
-    # one in its batch. If a file has one writer, that writer has number 0.
+    # All ranges of the batch have the same writer number: if a file has several writers, each of its ranges is alone in
+    # a batch; if a file has one writer, this writer has number 0.
     exchange.rank = ranges[0].writer
     with FileWriter(staging, writes, exchange) as writer:
         writer.start()

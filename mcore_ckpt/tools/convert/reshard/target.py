@@ -50,24 +50,27 @@ class WantedLayout:
 
     @property
     def splits_layers(self) -> bool:
-        """True if any field determines how the layers are divided among the stages."""
+        """True if a field says how the layers are divided among the stages."""
         ends = (self.first_stage_layers, self.last_stage_layers)
         counted = self.account_for_embedding or self.account_for_loss
         return any(end is not None for end in ends) or counted or self.stages is not None
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...] | None:
-        """What each stage holds, in words (`parse_layout`). None if neither a layout nor a pattern is given.
+        """The contents of each stage, as words (`parse_layout`). None if neither a layout nor a pattern is given.
 
         Raises:
             InvalidArgumentError: the layout or the pattern cannot be parsed, or both are given.
         """
         if self.pipeline_layout is not None and self.hybrid_layer_pattern is not None:
-            raise InvalidArgumentError("pipeline_layout and hybrid_layer_pattern both divide the layers: give one")
+            raise InvalidArgumentError(
+                "pipeline_layout and hybrid_layer_pattern both divide the layers: give only one of them"
+            )
         try:
             if self.hybrid_layer_pattern is not None:
                 stages = parse_pattern(self.hybrid_layer_pattern)
-                # Like megatron, divide a pattern of one segment evenly, or by the layers of the first and last stage.
+                # A pattern of one segment does not say where stages end. As in megatron, it is divided evenly, or by
+                # first_stage_layers and last_stage_layers.
                 return stages if len(stages) > 1 else None
             return None if self.pipeline_layout is None else parse_layout(self.pipeline_layout)
         except ValueError as error:
@@ -95,11 +98,11 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
 
     A size that is not given stays as saved, with these exceptions:
 
-    - The number of ranks stays as saved if the other sizes divide it. Otherwise it is the smallest number that they
-      divide.
+    - The number of ranks stays as saved if the other sizes divide it. Otherwise the smallest number that they divide is
+      taken.
     - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` becomes 1.
-    - `vpp` is 1 if there is one pipeline rank. If a pipeline layout or a pattern is given, `vpp` follows from its
-      number of stages.
+    - `vpp` is 1 if there is one pipeline rank. If a pipeline layout or a pattern is given, `vpp` follows from the
+      number of stages in it.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
@@ -145,8 +148,8 @@ def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topol
 
 
 def _expert_tp(saved: Topology, tp: int, ep: int) -> int:
-    # megatron-core before 0.19 cannot train with ep = 1 and another etp than tp (`state/unsupported.py`), so such a
-    # layout is written only if it is asked for, or is the saved one.
+    # megatron-core before 0.19 cannot train with ep = 1 and etp different from tp (`state/unsupported.py`), so such a
+    # layout is written only if `etp` is given, or if the saved layout is such a layout.
     return tp if saved.etp == saved.tp or (ep == 1 and saved.ep > 1) else saved.etp
 
 
@@ -181,7 +184,9 @@ def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
         return stages // pp
     if pp == 1:
         if (wanted.vpp or 1) > 1:
-            raise InvalidArgumentError(f"vpp is {wanted.vpp}: there are virtual stages only with pp above 1")
+            raise InvalidArgumentError(
+                f"vpp is {wanted.vpp}, but virtual stages need pp above 1: leave out vpp, or choose a larger pp"
+            )
         return 1
     return wanted.vpp or saved.vpp
 
@@ -214,7 +219,7 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
         stages = {place: split.stage(*place) for place in places}
     except ValueError as error:
         raise CheckpointMismatchError(
-            f"{how}: {error}. Choose how to divide them with --vpp, --first-stage-layers, --last-stage-layers, "
+            f"{how}: {error}. Choose how to divide the layers with --vpp, --first-stage-layers, --last-stage-layers, "
             "--pipeline-layout or --hybrid-layer-pattern"
         ) from None
     for what, wanted, found in (
@@ -223,7 +228,7 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
     ):
         if list(wanted) != found:
             raise CheckpointMismatchError(
-                f"{how}: the wanted stages hold {len(found)} {what} layers, the checkpoint has {len(wanted)}: change "
-                "the pipeline layout, or the pattern"
+                f"{how}: the wanted stages hold {len(found)} {what} layers, but the checkpoint has {len(wanted)}: "
+                "change the pipeline layout, or the pattern"
             )
     return stages

@@ -1,6 +1,7 @@
-"""Lets the ranks of a job look at each other's files, locks and clocks.
+"""Checks whether the ranks of a job see each other's files and locks, and compares their clocks.
 
-The ranks use a trial folder that rank 0 has made. Every rank calls each function, which takes one or two rounds.
+The ranks use a trial folder that rank 0 has made. Every rank must call each function. A function takes one or two
+rounds.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ FLOCK_BETWEEN = f"{FLOCK} between hosts"
 EXCLUSIVE_BETWEEN = "exclusive creation between hosts"
 CLOCKS = "clocks"
 
-# How long a rank looks for another rank's file. A network file system may show it only after some seconds.
+# How long a rank looks for another rank's file. On a network file system, the file may appear only after some seconds.
 _LOOK_S = 10.0
 _PAUSE_S = 0.02
-# If a rank sees a file later than this, a finding says so.
+# If a file appears later than this, a finding reports the delay.
 _LATE_S = 1.0
 
 
 @dataclass(frozen=True)
 class View:
-    """What the ranks see of each other's files. `apart` are the ranks that see another file system than rank 0."""
+    """The result of `look`. `apart` are the ranks that do not share rank 0's file system."""
 
     findings: tuple[Finding, ...]
     apart: frozenset[int]
@@ -43,7 +44,7 @@ class View:
 def look(agreement: Agreement, trial: Path) -> View:
     """Every rank looks for rank 0's file, and rank 0 looks for every rank's file.
 
-    The files hold random words, so a file that only has the same name is not taken for the same file.
+    Each file contains a random word, so that a file of the same name on another file system is not taken for it.
     """
     word = uuid.uuid4().hex
 
@@ -106,7 +107,7 @@ def _seconds_until(path: Path, content: bytes, until: float | None = None) -> fl
 
 def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float]) -> Iterable[Finding]:
     for problem, ranks in _by_value(problems).items():
-        fact = f"within {_LOOK_S:g} s, these ranks {problem} below {root}"
+        fact = f"these ranks {problem} below {root}, even after {_LOOK_S:g} s"
         advice = "mount the same shared file system at the same path on all hosts, writable for all"
         yield Finding(ONE, Severity.BAD, fact, "the first save fails on all ranks", advice, ranks=tuple(ranks))
     if not problems:
@@ -121,7 +122,7 @@ def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float])
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """Lets one rank of each host try to get a lock that rank 0 holds, and to make a file that the others make, too.
+    """Lets one rank of each host try to take a lock that rank 0 holds, and then to make the same lock file.
 
     `leaders` are the ranks that take part, including rank 0.
     """
@@ -135,7 +136,7 @@ def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[F
         if agreement.is_coordinator:
             write_file(path, [b"x"])
             held = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            with suppress(OSError):  # if this fails, locks do not work here, and another finding says so
+            with suppress(OSError):  # if this fails, locks do not work here, which another finding reports
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return {}
 
@@ -160,7 +161,7 @@ def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[F
 
 
 def _try_lock(path: Path) -> str:
-    """Returns "seen" if rank 0's lock keeps this process from the file, "not seen" if it does not, or the error."""
+    """Returns "seen" if rank 0's lock keeps this process from taking the lock, otherwise "not seen" or the error."""
     try:
         descriptor = open_regular(path)
     except OSError as error:
@@ -195,8 +196,8 @@ def _of_locks(by_rank: Mapping[int, str]) -> Finding:
         FLOCK_BETWEEN,
         Severity.EMULATED,
         fact,
-        "retention can delete a step while another host reads it: that load finds a file missing, and takes another "
-        "step. It never gets wrong bytes",
+        "retention can delete a step while another host reads the step: the load then finds a file missing, and "
+        "takes another step. A load never gets wrong bytes",
         "mount with locks that reach other hosts (NFS: local_lock=none; Lustre: flock; BeeGFS: "
         "tuneUseGlobalFileLocks=true)",
         ranks=tuple(sorted(others)),
@@ -205,17 +206,17 @@ def _of_locks(by_rank: Mapping[int, str]) -> Finding:
 
 def _of_winners(winners: Sequence[int]) -> Finding:
     if len(winners) == 1:
-        return fine(EXCLUSIVE_BETWEEN, "of all hosts that made one lock file at once, exactly one succeeded")
+        return fine(EXCLUSIVE_BETWEEN, "when all hosts tried to make one lock file at once, exactly one succeeded")
     fact = f"{len(winners)} ranks have made the same lock file"
     cost = "two trainers could save one role at once, and delete each other's checkpoints"
     return Finding(EXCLUSIVE_BETWEEN, Severity.BAD, fact, cost, "use another file system", ranks=tuple(winners))
 
 
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
-    """Compares the clocks of the hosts with rank 0's.
+    """Compares the clocks of the hosts with rank 0's clock.
 
-    All ranks read their clocks between two moments that rank 0 knows. The closer the two moments, the more exact the
-    result.
+    All ranks read their clocks between two readings of rank 0's clock. The error is half the time between these
+    readings.
     """
     if len(leaders) < 2:
         return []
@@ -245,10 +246,10 @@ def _of_clocks(ahead: Mapping[int, float], error_s: float) -> Finding:
     values = {"most_s": abs(ahead[most]), "error_s": error_s}
     apart = tuple(sorted(rank for rank, seconds in ahead.items() if abs(seconds) > CLOCK_S + error_s))
     if not apart:
-        return fine(CLOCKS, f"at most {abs(ahead[most]):.1f} s from rank 0's (±{error_s:.1f} s)", **values)
+        return fine(CLOCKS, f"at most {abs(ahead[most]):.1f} s from rank 0's clock (±{error_s:.1f} s)", **values)
     side = "ahead of" if ahead[most] > 0 else "behind"
-    fact = f"rank {most}'s clock is {abs(ahead[most]):.0f} s {side} rank 0's (±{error_s:.1f} s)"
-    cost = "dates in logs and manifests mislead people; nothing here compares the clocks of two hosts"
+    fact = f"rank {most}'s clock is {abs(ahead[most]):.0f} s {side} rank 0's clock (±{error_s:.1f} s)"
+    cost = "dates in logs and manifests mislead people; this package itself does not compare the clocks of two hosts"
     return Finding(CLOCKS, Severity.RISK, fact, cost, "synchronise the clocks (NTP)", values, apart)
 
 

@@ -1,7 +1,7 @@
 """Examines a root: one process alone, or all ranks of a job together.
 
-All ranks look at each other's files. One rank of each host tries the file system, because what a file system can do
-depends on how the host has mounted it. Rank 0 collects all findings.
+All ranks look at each other's files. One rank of each host tries the file system, because its abilities depend on how
+the host has mounted it. Rank 0 collects all findings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 RANKS = "ranks"
-# How many additional seconds a rank waits while others measure their speed.
+# How many seconds longer a rank waits for the others while they measure speeds.
 _MEASURING_S = 180.0
 _TOPIC = "examining the file system"
 
@@ -37,7 +37,7 @@ class Report:
     """The findings of the doctor about a root, in the order of the examination.
 
     `mount` is the file system of rank 0; None if it is unknown. `hosts` has the host of each rank, or only rank 0's
-    host if the ranks did not meet.
+    host if not all ranks joined.
     """
 
     root: Path
@@ -59,19 +59,19 @@ def examine(
     missing: CheckpointError | None = None,
     progress: Progress = no_progress,
 ) -> Report | None:
-    """Examines an existing root on all ranks. Every rank calls it with the same arguments.
+    """Examines an existing root on all ranks. Every rank must call this function with the same arguments.
 
     Args:
         megabytes: the size of the files with which the speed is measured; 0 to measure only small files. The files are
             smaller if little space is free.
-        missing: why the other ranks of the job do not take part; None if they do, or if there are none.
-        progress: called while this rank measures the speed, with the number of bytes done and the number in all.
+        missing: the error that keeps the other ranks of the job from taking part; None if all ranks take part.
+        progress: called while this rank measures the speed, with the number of bytes done and the number of all bytes.
 
     Returns the report on rank 0, None on the other ranks. The report names a rank that is missing or fails.
 
     Raises:
         InvalidArgumentError: no rank sees the root.
-        CheckpointError: a rank is missing or has failed. Rank 0 does not raise it.
+        CheckpointError: a rank is missing or has failed. Rank 0 reports this instead of raising it.
     """
     examination = _Examination(root, agreement, megabytes, progress)
     try:
@@ -88,7 +88,7 @@ def examine(
 
 
 class _Examination:
-    """One rank's part in the examination. On rank 0 it also collects what the others have found."""
+    """One rank's part in the examination. Rank 0's part also collects the findings of the other ranks."""
 
     def __init__(self, root: Path, agreement: Agreement, megabytes: int, progress: Progress) -> None:
         self._root = root
@@ -106,7 +106,7 @@ class _Examination:
         self._by_leader: dict[int, list[Finding]] = {}
 
     def run(self) -> None:
-        """Takes part in all rounds. Raises CheckpointError if the ranks could not finish together."""
+        """Takes part in all rounds. Raises CheckpointError if the ranks cannot finish together."""
         with ExitStack() as stack:
             if self._agreement.is_coordinator:
                 self._open_trial(stack)
@@ -114,7 +114,7 @@ class _Examination:
             shared = None if told["trial"] is None else self._root / told["trial"]
             apart = frozenset[int]()
             if shared is not None and self._agreement.world_size > 1:
-                # If rank 0 dies, the others remove its folder.
+                # If rank 0 dies, the other ranks remove rank 0's trial folder.
                 stack.push(lambda kind, *_: remove_folder(shared) if kind is not None else None)
                 view = between_hosts.look(self._agreement, shared)
                 self._together += view.findings
@@ -132,7 +132,9 @@ class _Examination:
                 self._open_trial(stack)
                 self._own = self._examine_here()
         self._by_leader = self._by_leader or {0: self._own}
-        advice = "look at the log of the rank that the message names; if it was only slow, use a larger --timeout"
+        advice = (
+            "look at the log of the rank that the message names; if this rank was only slow, use a larger --timeout"
+        )
         self._together.append(
             Finding(RANKS, Severity.BAD, str(error), "a save would fail in the same way, on all ranks", advice)
         )
@@ -148,13 +150,13 @@ class _Examination:
             return []
         views = len({repr(seat["view"]) for seat in self._seats})
         if views == 1:
-            text = "which all see the root through one mount; one of them has tried the root"
+            text = "which all see the root through one mount; one rank has tried it"
         else:
-            text = f"which see the root through {views} mounts or hosts; one rank for each has tried the root"
+            text = f"which see the root through {views} mounts or hosts; one rank has tried each"
         return [fine(RANKS, f"{len(self._seats)} ranks, {text}")]
 
     def _meet(self) -> Record:
-        """Tells all ranks the name of rank 0's trial folder and which ranks try the file system for their hosts."""
+        """Tells all ranks the name of rank 0's trial folder, and the ranks that try the file system for their hosts."""
 
         def work() -> Record:
             return {
@@ -165,14 +167,16 @@ class _Examination:
 
         def combine(seats: Sequence[Record]) -> Record:
             if not any(seat["exists"] for seat in seats):
-                raise InvalidArgumentError(f"{self._root}: there is no such folder: make it first, or name another one")
+                raise InvalidArgumentError(
+                    f"{self._root}: there is no such folder: make it first, or name another folder"
+                )
             self._seats = seats
             leaders: dict[str, int] = {}
             for rank, seat in enumerate(seats):
                 leaders.setdefault(repr(seat["view"]), rank)
             missing = [rank for rank, seat in enumerate(seats) if not seat["exists"]]
             if missing:
-                fact, cost = f"{self._root} does not exist there", "the first save fails on all ranks"
+                fact, cost = f"{self._root} does not exist on these ranks", "the first save fails on all ranks"
                 advice = "mount the same shared file system at the same path on all hosts"
                 found = Finding(between_hosts.ONE, Severity.BAD, fact, cost, advice, ranks=tuple(missing))
                 self._together.append(found)
@@ -193,14 +197,14 @@ class _Examination:
         try:
             if self._error is not None:
                 raise self._error
-            assert self._trial is not None, "a rank without a trial folder has an error that says why"
+            assert self._trial is not None, "a rank without a trial folder has an error"
             self._try_in(self._trial, findings)
         except OSError as error:
             findings.append(unusable(self._root, error))
         return findings
 
     def _try_in(self, trial: Path, findings: list[Finding]) -> None:
-        """Adds to `findings` what this rank finds out in a trial folder. Raises OSError if it cannot be used."""
+        """Adds this rank's findings in a trial folder to `findings`. Raises OSError if the folder cannot be used."""
         findings.append(owner_of(self._root, trial))
         own = trial / f"rank-{self._agreement.rank}"
         own.mkdir()
@@ -218,16 +222,16 @@ class _Examination:
             return [finding_of_space(free_space(self._root))]
         except OSError as error:
             advice = "check that `ls` and `df` work on this folder"
-            return [Finding(FREE_SPACE, Severity.BAD, f"cannot be asked for: {error}", "", advice)]
+            return [Finding(FREE_SPACE, Severity.BAD, f"cannot be read: {error}", "", advice)]
 
     def _measured_bytes(self) -> int:
-        """Returns the size of the files to measure with: two of them take at most an eighth of the free space."""
+        """Returns the size of each file that measures the speed. Two files take at most an eighth of the free space."""
         free = free_bytes(self._root)
         most = self._megabytes * 10**6 if free is None else min(self._megabytes * 10**6, free // 16)
         return most >> 20 << 20
 
     def _try(self, stack: ExitStack, leaders: Sequence[int], shared: Path | None) -> None:
-        """Lets every leader try the file system, if possible in rank 0's folder, and send its findings to rank 0."""
+        """Lets every leader try the file system, if possible in rank 0's folder. Rank 0 receives all findings."""
 
         def work() -> Record:
             if self._agreement.rank not in leaders:

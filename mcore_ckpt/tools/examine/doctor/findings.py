@@ -11,9 +11,9 @@ from typing import Any
 class Severity(StrEnum):
     """How bad a finding is, from harmless to worst.
 
-    FINE: it works. EMULATED: it does not work, and something slower or weaker replaces it. SLOW: it works, but slower
-    than this machine could. RISK: it works, but a failure that this package otherwise survives can lose checkpoints.
-    BAD: checkpoints cannot be saved here.
+    FINE: it works. EMULATED: it does not work, but something slower or weaker replaces it. SLOW: it works, but more
+    slowly than this machine could. RISK: it works now, but later saves may fail, or a failure that this package
+    otherwise survives can lose checkpoints. BAD: checkpoints cannot be saved here.
     """
 
     FINE = "fine"
@@ -25,10 +25,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor has found out. `cost` and `advice` are empty if there is none.
+    """One thing that the doctor has found out. `cost` and `advice` may be empty.
 
-    `topic` is what was examined, in the same words in all runs, so that programs can look for it. `values` are measured
-    numbers. `ranks` are the ranks for which the finding is true; empty for all ranks.
+    `topic` names the examined thing, in the same words in all runs, so that programs can look for this text. `values`
+    are measured numbers. `ranks` are the ranks for which the finding is true; empty for all ranks.
     """
 
     topic: str
@@ -41,7 +41,7 @@ class Finding:
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Finding:
-        """Returns the finding that `as_record` has turned into this record."""
+        """Returns the finding of a record that `as_record` has made."""
         return Finding(**{**record, "severity": Severity(record["severity"]), "ranks": tuple(record["ranks"])})
 
     def as_record(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def fine(topic: str, fact: str, **values: float) -> Finding:
 
 
 def emulated(topic: str, fact: str, cost: str) -> Finding:
-    """Returns a finding that something slower or weaker replaces what does not work."""
+    """Returns a finding that something does not work, but has a slower or weaker replacement."""
     return Finding(topic, Severity.EMULATED, fact, cost)
 
 
@@ -66,9 +66,9 @@ def worst(findings: Iterable[Finding]) -> Severity:
 
 
 def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
-    """Merges the findings of several ranks. Equal findings become one, with the ranks for which it is true.
+    """Merges the findings of several ranks. Equal findings become one finding, with the ranks for which it is true.
 
-    A finding that is true for all ranks lists none. Findings keep the order of the first rank.
+    If a finding is true for all ranks, `ranks` is empty. Topics keep the order of the first rank.
     """
     found: dict[str, list[tuple[Finding, list[int]]]] = {}
     for rank, findings in by_rank.items():

@@ -1,4 +1,4 @@
-"""Says how much space is left below a root, and for how many saves, by the same rules that refuse a save."""
+"""Finds out how much space is free below a root, and for how many saves. A save is refused by the same rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ FREE_SPACE = "free room"  # scripts of users look for this name
 class FreeSpace:
     """The free space below a root. `step` is the newest complete step; None if there is none.
 
-    A save of the same size as this step takes `taken` here, and `passing` more bytes until it is committed.
+    A save of the same size as this step takes `taken` of the space, and `passing` more bytes until the save is
+    committed.
     """
 
     disk: DiskSpace
@@ -30,29 +31,29 @@ class FreeSpace:
 
     @property
     def nbytes(self) -> int | None:
-        """How many bytes can still be written; None if the system does not tell."""
+        """How many bytes can still be written; None if the system does not report this."""
         return self.disk.free("nbytes")
 
     @property
     def saves(self) -> int | None:
-        """How many further saves of the newest step's size fit; None if that is unknown."""
+        """How many further saves of the newest step's size fit; None if unknown."""
         return self.disk.without(self.passing).times(self.taken)
 
     def __str__(self) -> str:
         if self.nbytes is None:
-            return "the file system does not tell how much is free"
+            return "the file system does not report its free space"
         text = f"{size_text(self.nbytes)} free"
         if self.saves is not None:
             word = "save" if self.saves == 1 else "saves"
             more = f", and {size_text(self.passing)} more until it is committed" if self.passing else ""
             text += f": {self.saves} more {word} like step {self.step} ({size_text(self.taken.nbytes)}{more})"
-        return text if self.disk.is_certain else f"{text}, or more, because it may store files in less space"
+        return text if self.disk.is_certain else f"{text}, or more, because files may take less space on the disk"
 
 
 def free_space(root: Path) -> FreeSpace:
     """Returns the free space below an existing root. Raises OSError."""
     disk, newest = space_of(root), newest_complete(root)
-    # A step whose manifest cannot be read as a whole says nothing about the next save.
+    # If a manifest of the newest step cannot be read, the size of the next save is unknown.
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
         if newest is not None:
             need = need_of(newest)
@@ -61,14 +62,14 @@ def free_space(root: Path) -> FreeSpace:
 
 
 def free_bytes(root: Path) -> int | None:
-    """Returns how many bytes this user can still write; None if the file system does not tell. Raises OSError."""
+    """Returns how many bytes this user can still write; None if unknown. Raises OSError."""
     return space_of(root).free("nbytes")
 
 
 def finding_of_space(space: FreeSpace) -> Finding:
-    """Says how much space is free, and whether it is enough.
+    """Returns the finding about the free space.
 
-    If it is not certain how much space is free, saves are tried anyway, so too little space is only a risk.
+    If the amount of free space is uncertain, saves are tried anyway, so too little space is only a risk.
     """
     if space.nbytes is None:
         return fine(FREE_SPACE, str(space))
@@ -84,6 +85,9 @@ def finding_of_space(space: FreeSpace) -> Finding:
         severity = too_little if space.saves == 0 else Severity.RISK
         which = "the next save" if space.saves == 0 else "the save after the next one"
         cost = f"{which} fails" if is_certain else f"{which} may fail"
-        advice = "free space, or set max_to_keep: an old step is deleted only when the new one is committed"
+        advice = (
+            "free space, or set max_to_keep (an old step is deleted only after the new step is committed, so there "
+            "must be space for both)"
+        )
         return Finding(FREE_SPACE, severity, str(space), cost, advice, values)
     return fine(FREE_SPACE, str(space), **values)

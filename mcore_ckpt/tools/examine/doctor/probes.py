@@ -1,6 +1,6 @@
-"""Tries, in an empty folder, each thing that saving, loading and deleting checkpoints relies on.
+"""Tries, in an empty folder, each ability of a file system that saving, loading and deleting checkpoints relies on.
 
-Each probe does what the package itself does, if possible with the same function, and returns one finding.
+Each probe makes the same system calls as this package, if possible by the same function, and returns one finding.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ NAMES = "names"
 MAPPING = "mmap"
 DELETED = "open files that are deleted"
 
-# How far the clocks of two hosts, or of a host and a file server, may be apart before the doctor says so.
+# If the clocks of two hosts, or of a host and a file server, differ by more seconds than this, a finding reports it.
 CLOCK_S = 2.0
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
-    """Runs all probes in an existing folder, each in a separate folder below it. An error in a probe is a finding."""
+    """Runs all probes, each in a new folder below an existing one. An error in a probe becomes a finding."""
     findings = []
     for number, (topic, probe) in enumerate(_PROBES):
         own = folder / str(number)
@@ -65,7 +65,7 @@ def has_direct(findings: Iterable[Finding]) -> bool:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Opens a file for the `with` block, and yields its descriptor. Makes it if `flags` say so. Raises OSError."""
+    """Opens a file for the `with` block (with O_CREAT, makes it), and yields its descriptor. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
     try:
         yield descriptor
@@ -103,7 +103,7 @@ def _direct(folder: Path, mount: Mount | None) -> Finding:
 
 
 def _writes(folder: Path, mount: Mount | None) -> Finding:
-    """Tries what saves do: threads and replicas write ranges of a file in any order, and set its length at the end."""
+    """Writes a file as saves do: threads and replicas write ranges in any order, and the length is set at the end."""
     path = folder / "file"
     with opened(path, os.O_RDWR | os.O_CREAT) as first:
         with opened(path, os.O_RDWR) as second:
@@ -121,7 +121,7 @@ def _reserve(folder: Path, mount: Mount | None) -> Finding:
     with opened(folder / "file", os.O_RDWR | os.O_CREAT) as descriptor:
         number = fallocate(descriptor, 1 << 20)
     if number in _UNSUPPORTED:
-        cost = "a save notices a full disk only while it writes, and files may lie in more pieces"
+        cost = "a save notices a full disk only while it writes, and files may be more fragmented"
         return emulated(RESERVE, "fallocate is not supported, so files grow while they are written", cost)
     if number:
         raise OSError(number, os.strerror(number))
@@ -129,9 +129,9 @@ def _reserve(folder: Path, mount: Mount | None) -> Finding:
 
 
 def fallocate(descriptor: int, nbytes: int) -> int:
-    """Reserves space for the first bytes of a file. Returns 0, or the number of the system's error.
+    """Reserves space for the first `nbytes` of a file. Returns 0, or the system's error number.
 
-    `os.posix_fallocate` would write zeros where the file system cannot reserve space.
+    `os.posix_fallocate` would write zeros if the file system cannot reserve space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     zero, size = ctypes.c_int64(0), ctypes.c_int64(nbytes)
@@ -169,8 +169,8 @@ def _exchange(folder: Path, mount: Mount | None) -> Finding:
     return emulated(
         EXCHANGE,
         "not supported, so a step that is saved again is put in place by two renames",
-        "for an instant the step is not there, and `load` takes an older step; after a crash in that instant, the next "
-        "start puts the step back. Steps that are saved only once need no exchange",
+        "between the two renames the step is missing, and `load` takes an older step; after a crash at this moment, "
+        "the next start of the trainer puts the step back. Steps that are saved only once need no exchange",
     )
 
 
@@ -184,8 +184,9 @@ def _links(folder: Path, mount: Mount | None) -> Finding:
         return emulated(
             LINKS,
             f"not supported: {error.strerror}",
-            "a trainer that crashes while it takes its lock leaves a damaged lock file, and the next one waits "
-            f"{TORN_LEASE_S:g} s; files of other programs in a step that is saved again are moved after the exchange",
+            "a trainer that crashes while it takes its lock leaves a damaged lock file, and the next trainer waits "
+            f"{TORN_LEASE_S:g} s; in a step that is saved again, files of other programs are moved only after the "
+            "exchange",
         )
     os.unlink(folder / "file")
     return fine(LINKS, "work") if (folder / "link").read_bytes() == b"x" else _broken(LINKS)
@@ -196,16 +197,16 @@ def _exclusive(folder: Path, mount: Mount | None) -> Finding:
     try:
         claim_file(folder / "lock", b"2")
     except FileExistsError:
-        return fine(EXCLUSIVE, "a lock file is made only once")
-    return _bad(EXCLUSIVE, "a lock file can be made twice")
+        return fine(EXCLUSIVE, "a lock file that exists cannot be made again")
+    return _bad(EXCLUSIVE, "a lock file that exists can be made again")
 
 
 def _flock(folder: Path, mount: Mount | None) -> Finding:
     path = folder / "file"
     write_file(path, [b"x"])
     cost = (
-        "retention can delete a step while it is read: that load finds a file missing, and takes another step. It "
-        "never gets wrong bytes"
+        "retention can delete a step while it is read: the load then finds a file missing, and takes another step. A "
+        "load never gets wrong bytes"
     )
     with opened(path, os.O_RDWR) as first, opened(path, os.O_RDWR) as second:
         try:
@@ -232,7 +233,7 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
             TIMES,
             Severity.BAD,
             "touching a file does not change its time",
-            f"a trainer that lives would be taken for dead after {TRAINER_LEASE_S:g} s, and two trainers could save at "
+            f"a living trainer would be taken for dead after {TRAINER_LEASE_S:g} s, and two trainers could save at "
             "once",
             "use another file system",
         )
@@ -240,14 +241,14 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
     values = {"server_clock_ahead_s": ahead}
     if abs(ahead) > CLOCK_S:
         side = "ahead of" if ahead > 0 else "behind"
-        fact = f"the clock of the file server is {abs(ahead):.0f} s {side} this host's"
-        cost = "times of files mislead people; nothing here compares them with a clock"
+        fact = f"the clock of the file server is {abs(ahead):.0f} s {side} this host's clock"
+        cost = "times of files mislead people; this package itself does not compare them with a clock"
         return Finding(TIMES, Severity.RISK, fact, cost, "synchronise the clocks (NTP)", values)
     return fine(TIMES, "change when a file is touched, and agree with this host's clock", **values)
 
 
 def _names(folder: Path, mount: Mount | None) -> Finding:
-    # Work folders have the longest names: a role of 128 letters, `replaced-` and an id of 32 digits.
+    # Hidden folders have the longest names: a role of 128 letters, `replaced-` and an id of 32 digits.
     try:
         (folder / ("n" * 180)).mkdir()
     except OSError as error:
@@ -256,10 +257,13 @@ def _names(folder: Path, mount: Mount | None) -> Finding:
         most = os.statvfs(folder).f_namemax
         cost = "saves of roles with long names fail"
         advice = f"give roles names of at most {max(1, most - 50)} letters"
-        return Finding(NAMES, Severity.RISK, f"names have at most {most} letters", cost, advice)
+        return Finding(NAMES, Severity.RISK, f"names can have at most {most} letters", cost, advice)
     (folder / "role").mkdir()
     if (folder / "ROLE").exists():
-        return fine(NAMES, "long names work; upper and lower case are the same (roles must differ in more than that)")
+        return fine(
+            NAMES,
+            "long names work; upper and lower case are the same, so the names of roles must differ in more than case",
+        )
     return fine(NAMES, "long names work, and upper and lower case differ")
 
 
@@ -283,13 +287,13 @@ def _deleted(folder: Path, mount: Mount | None) -> Finding:
             os.unlink(path)
             found = os.pread(descriptor, 1, 0)
         except OSError as error:
-            cost = "if locks do not work either, a load takes another step when its step is deleted"
-            return emulated(DELETED, f"cannot be read any more: {error.strerror}", cost)
+            cost = "if locks do not work either, a load whose step is deleted takes another step"
+            return emulated(DELETED, f"cannot be read after the deletion: {error.strerror}", cost)
     return fine(DELETED, "stay readable") if found == b"x" else _broken(DELETED)
 
 
 def _broken(topic: str) -> Finding:
-    return _bad(topic, "it reads back other bytes than were written")
+    return _bad(topic, "the bytes that are read differ from the written bytes")
 
 
 def _bad(topic: str, fact: str) -> Finding:
@@ -311,9 +315,9 @@ _PROBES: Sequence[tuple[str, Probe]] = (
     (MAPPING, _mapping),
     (DELETED, _deleted),
 )
-# The cost of an error in each probe.
+# The `cost` of a finding that a probe failed, by the probe's topic.
 _COSTS = dict.fromkeys((topic for topic, _ in _PROBES), "checkpoints cannot be saved here") | {
     EXCLUSIVE: "two trainers could save one role at once, and delete each other's checkpoints",
-    EXCHANGE: "a step that is there already cannot be saved again",
+    EXCHANGE: "a step cannot be saved again over an existing one",
     MAPPING: "`torch.load(mmap=True)` fails here",
 }

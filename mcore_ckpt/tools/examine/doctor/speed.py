@@ -1,7 +1,7 @@
-"""Measures how fast this package writes durably and reads, compared with plain system calls on the same bytes.
+"""Measures how fast this package reads, and writes durably, compared with plain system calls on the same bytes.
 
-The two sides take turns, and each figure is a median. So a machine or a file system that is busy with other things
-slows both sides of a ratio.
+This package and the plain calls take turns, and each figure is a median. So other load on the machine or the file
+system slows both sides of the ratio.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "t
 
 FILE_SYSTEM, PROCESSORS = "file system", "processors"
 
-# For each topic, the name of the value that tells how fast a host is.
+# For each topic, the name of the value by which hosts are compared.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
 _MEBIBYTE = 1 << 20
 _PAIRS = 5
-# No new pair begins after so many seconds.
+# After this many seconds, no further pair of measurements begins.
 _ENOUGH_S = 20.0
-# A lower ratio of our speed to the speed of system calls counts as slow.
+# If the speed of this package divided by the speed of system calls is below this, the finding is SLOW.
 _NEAR = 0.7
 _SLOW_SYNC_S = 0.1
 _SLOW_FILES_PER_S = 100
@@ -47,8 +47,8 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
 
     Args:
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
-        direct: whether the plain system calls use O_DIRECT.
-        progress: called with the number of bytes written and read so far, and with the upper limit of this number.
+        direct: True if the plain system calls use O_DIRECT.
+        progress: called with the number of bytes written and read so far, and with the largest possible number.
 
     Raises OSError.
     """
@@ -59,7 +59,7 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
 
 
 def limit_of(values: Mapping[str, float]) -> str:
-    """Returns what limits writing or reading: FILE_SYSTEM, PROCESSORS, or "" for neither.
+    """Returns the bottleneck of writing or reading: FILE_SYSTEM, PROCESSORS, or "" for neither.
 
     `values` is `Finding.values` of the finding about writing or reading.
 
@@ -73,7 +73,7 @@ def limit_of(values: Mapping[str, float]) -> str:
 
 
 def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding]]:
-    """Returns the findings of several ranks. Each finding about a speed is kept only for the slowest rank."""
+    """Returns the findings of several ranks. A finding about a speed is kept only from the slowest rank."""
     slowest: dict[str, int] = {}
     for rank, findings in by_rank.items():
         for finding in findings:
@@ -94,11 +94,11 @@ def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding
 def _with_fastest(finding: Finding, rank: int, by_rank: Mapping[int, Sequence[Finding]]) -> Finding:
     fastest = max(_speed(each) for found in by_rank.values() for each in found if each.topic == finding.topic)
     times = fastest / _speed(finding)
-    return replace(finding, fact=f"{finding.fact}, on the slowest host; the fastest is {times:.1f} times as fast")
+    return replace(finding, fact=f"{finding.fact}, on the slowest host; the fastest host is {times:.1f} times as fast")
 
 
 def _speed(finding: Finding) -> float:
-    """Returns a number that is larger for the faster host."""
+    """Returns a number that is larger for a faster host."""
     name = _SPEEDS[finding.topic]
     value = finding.values.get(name, 0.0)
     return 1 / value if name == "seconds" and value else value
@@ -114,7 +114,7 @@ def _large_files(folder: Path, nbytes: int, flags: int, progress: Progress) -> l
     crc_s = _seconds(lambda: _native.crc32_blocks(source.address, nbytes, _MEBIBYTE))
     copy_s = _seconds(lambda: _native.copy_host([target.address], [source.address], [nbytes], 1))
     ours, raw = folder / "ours", folder / "raw"
-    most = 2 * nbytes * (_PAIRS + 1)  # the most bytes that are written, and the most that are read
+    most = 2 * nbytes * (_PAIRS + 1)  # the largest number of bytes to write, and also to read
     writes = _pairs(
         partial(_write_ours, ours, source),
         lambda: _write_raw(raw, data, flags),
@@ -150,7 +150,7 @@ def _read_ours(path: Path, crcs: Sequence[int], target: _native.HostBuffer) -> N
     try:
         job.run()
     except _native.DamagedBlock as error:
-        raise CheckpointError(f"{path}: reads back other bytes than were written: {error}") from None
+        raise CheckpointError(f"{path}: the bytes that are read differ from the written bytes: {error}") from None
 
 
 def _pairs(
@@ -159,9 +159,9 @@ def _pairs(
     before: Callable[[], object],
     after: Callable[[int], object],
 ) -> list[tuple[float, float]]:
-    """Measures both sides in turn, and returns the seconds of each pair.
+    """Measures `ours` and `raw` in turn, and returns the seconds of each pair of calls.
 
-    The first pair only warms up and is left out, unless it takes so long that no other follows. `before` is called
+    The first pair is a warm-up and is left out, unless it takes so long that no other pair follows. `before` is called
     before each pair, and `after` after it, with the number of pairs so far.
     """
     begin = time.monotonic()
@@ -255,7 +255,10 @@ def _sync_time(folder: Path) -> Finding:
     seconds = statistics.median(times)
     fact = f"a small file is durable after {seconds * 1e3:.1f} ms (median of {_SYNCS})"
     if seconds > _SLOW_SYNC_S:
-        cost = f"a commit waits for about 20 such files, {seconds * 20:.1f} s; with `async_save` the training goes on"
+        cost = (
+            f"a commit waits for about 20 such files, {seconds * 20:.1f} s; with `async_save` the training goes on "
+            "meanwhile"
+        )
         return Finding(SYNC_TIME, Severity.SLOW, fact, cost, "", {"seconds": seconds})
     return fine(SYNC_TIME, fact, seconds=seconds)
 

@@ -1,8 +1,8 @@
-"""Logs, in one line, what is known of a root when a trainer starts.
+"""Logs one line about a root when a trainer starts.
 
 Nothing is written and nothing is measured: a manager that only loads must not change the disk, and a start must not
-wait. So the line states what other file systems of this type could do when they were tried (docs/doctor.md), and calls
-an untried type unknown. `mcore-ckpt doctor` tries the folder itself.
+wait. So the line states the abilities of other file systems of this type that were tried (docs/doctor.md), and calls an
+untried type unknown. `mcore-ckpt doctor` tries the folder itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 def log_root(root: Path) -> None:
-    """Logs what is known of a root: as a warning if something should be changed. Raises nothing.
+    """Logs the line about a root: as a warning if something should be changed. Raises nothing.
 
     A root that does not exist yet is on the file system of the nearest folder above it.
     """
     try:
         level, line = start_line(root)
-    except Exception as error:  # a start must not fail because of a line in the log
-        logger.debug("%s: its file system could not be examined: %s", root, error)
+    except Exception as error:  # a trainer must start even if this line cannot be made
+        logger.debug("%s: the file system could not be examined: %s", root, error)
     else:
         logger.log(level, "%s", line)
 

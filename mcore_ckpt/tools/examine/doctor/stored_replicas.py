@@ -1,7 +1,9 @@
-"""Compares the tensors that the newest checkpoint stores several times, because tensor parallelism replicates them.
+"""Compares replicated tensors in the newest checkpoint.
 
-Data-parallel replicas are stored once. Only the training itself can find out whether they are equal: each save compares
-some of them, or all with `verify_replicas=True`.
+Each tensor-parallel rank stores the tensors that tensor parallelism replicates.
+
+Data-parallel replicas are stored only once. So only the training itself can compare them: each save compares some of
+them, or all with `verify_replicas=True`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ TOPIC = "replicas"
 def stored_replicas(root: Path) -> list[Finding]:
     """Compares the CRCs of the newest complete step's replicated tensors. Reads the indexes, and no tensor.
 
-    Returns one finding; none if nothing is stored twice, or if the step cannot be read (`verify` explains why).
+    Returns one finding; none if no tensor is stored twice, or if the step cannot be read (`verify` then shows why).
     """
     compared = 0
     different: list[str] = []
@@ -42,7 +44,10 @@ def stored_replicas(root: Path) -> list[Finding]:
     if not different:
         return [fine(TOPIC, f"{compared} tensors that tensor parallelism replicates are equal in all files")]
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-    advice = "find out what has changed one replica; CheckpointConfig(verify_replicas=True) compares all at each save"
+    advice = (
+        "find out what has changed one replica; with CheckpointConfig(verify_replicas=True) each save compares all "
+        "replicas"
+    )
     fact = f"{len(different)} of {compared} replicated tensors differ: {different[0]}{more}"
     return [Finding(TOPIC, Severity.RISK, fact, "ranks compute with different weights", advice)]
 

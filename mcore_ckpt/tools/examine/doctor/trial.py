@@ -1,4 +1,4 @@
-"""Makes the folder in which the doctor tries what a file system can do, and removes it."""
+"""Makes the folder in which the doctor tries the file system, and removes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trial_folder(root: Path) -> Iterator[Path]:
 
     If the process is killed, the folder stays. On this host, the next doctor, the next start of a trainer or `prune`
     removes it. On another host, a doctor or the first save of a trainer removes it, but only after `TRIAL_LASTS_S`,
-    because until then this process may be alive.
+    because the doctor may be alive until then.
     """
     remove_dead_trials(root)
     folder = file_names.trial_dir(root, commit.new_attempt())
@@ -47,25 +47,25 @@ def remove_dead_trials(root: Path) -> None:
 
 
 def unusable(root: Path, error: OSError) -> Finding:
-    """Says why nothing can be written below the root, and what to do."""
+    """Returns the finding that nothing can be written below the root, with the reason and advice."""
     advice = {
-        errno.EROFS: "mount it with `rw`, or name another folder",
+        errno.EROFS: "mount the file system with `rw`, or name another folder",
         errno.ENOSPC: "free space or inodes, or name another folder",
         errno.EDQUOT: "delete files of this user, or ask for a larger quota",
-        errno.EACCES: "let the user of the trainer write here, or name another folder",
-        errno.EPERM: "let the user of the trainer write here, or name another folder",
+        errno.EACCES: "allow the trainer's user to write here, or name another folder",
+        errno.EPERM: "allow the trainer's user to write here, or name another folder",
     }.get(error.errno or 0, "name another folder")
     fact = f"user {user_name(os.geteuid())} cannot write here: {error.strerror or error}; {_described(root)}"
     return Finding(FOLDER, Severity.BAD, fact, "no checkpoint can be saved", advice)
 
 
 def owner_of(root: Path, folder: Path) -> Finding:
-    """Says who owns the root, and what that means for the files that this process makes below it."""
+    """Returns the finding about the owner of the root, and of the files that this process makes below the root."""
     made, own = folder.stat().st_uid, os.geteuid()
     found = root.stat()
     if found.st_mode & stat.S_ISVTX and own not in (found.st_uid, 0):
         cost = f"user {user_name(own)} can neither replace nor delete what other users have saved here"
-        advice = "let one user save here, or remove the sticky bit (chmod -t)"
+        advice = "let only one user save here, or remove the sticky bit (chmod -t)"
         return Finding(FOLDER, Severity.RISK, f"{_described(root)}, with the sticky bit", cost, advice)
     text = f"user {user_name(own)} can write; {_described(root)}"
     if made != own:

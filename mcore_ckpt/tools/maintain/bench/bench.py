@@ -18,7 +18,7 @@ from mcore_ckpt.tools.maintain.bench.speeds import Speeds, alternate, free_memor
 from mcore_ckpt.tools.maintain.bench.trial_saves import TrialSaves
 
 Progress = Callable[[str, int], None]
-"""Called with what is being done, and with the number of bytes that have just been saved."""
+"""A function that is called with the name of the current work, and the number of bytes that were just saved."""
 
 _REAL_SAVES = 5
 _LEAST_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Predicted / measured."""
+        """The predicted time divided by the measured time."""
         return self.predicted_s / self.measured_s
 
 
@@ -41,7 +41,7 @@ class Comparison:
 class RealSaves:
     """Real saves of one size, predicted and measured. The measured times are medians.
 
-    `nbytes` is the size of each save of all ranks of the node together. `async_save` is the time until such a save is
+    `nbytes` is the size of a save, all ranks of the node together. `async_save` is the time until an async save is
     durable.
     """
 
@@ -53,11 +53,11 @@ class RealSaves:
 
 @dataclass(frozen=True)
 class Report:
-    """What a bench has found. `mount` is None if the file system is unknown.
+    """The result of a bench. `mount` is None if the file system is unknown.
 
     Attributes:
-        size, prediction: what the training saves, and how long it will take; None if no model was given.
-        fitting_saves: how many such saves fit below the root; None without a model, or if that is unknown.
+        size, prediction: the size of the training's saves, and how long they will take; None if no model was given.
+        fitting_saves: how many such saves fit below the root; None if no model was given, or if unknown.
     """
 
     root: Path
@@ -80,9 +80,9 @@ def bench(
     """Measures in a hidden folder below an existing root. The folder is removed at the end.
 
     Args:
-        nbytes: how many bytes a trial save has.
+        nbytes: the size of a trial save in bytes.
         ranks: how many ranks of a node save at once.
-        size: what a training saves, to predict its saves; None to predict nothing.
+        size: the size of the training's saves, for a prediction; None to predict nothing.
         real: sizes of real saves to compare with their predictions.
         progress: called after each save.
 
@@ -101,7 +101,7 @@ def bench(
     except CheckpointError:
         raise
     except (MemoryError, RuntimeError) as error:
-        # torch raises RuntimeError where a GPU has no memory left or is broken.
+        # torch raises RuntimeError if a GPU has no memory left or is broken.
         advice = "free memory, or use a smaller --megabytes"
         raise CheckpointError(f"{root}: measuring failed: {error}: {advice}") from error
     except OSError as error:
@@ -131,14 +131,15 @@ def _compare(trial: Path, nbytes: int, speeds: Speeds, progress: Progress) -> Re
 
 def _fitting(root: Path, size: SaveSize) -> int | None:
     space = space_of(root)
-    # Equal sizes are good enough: what counts besides the total is that the end of each file takes a whole block.
+    # Assume files of equal size. Besides the total size, only the number of files matters, because the end of each file
+    # takes a whole block.
     per_file = -(-size.total_bytes // size.files)
     return space.times(space.taken_by(Need((per_file,) * size.files)))
 
 
 def _check_size(nbytes: int) -> None:
     if nbytes < _LEAST_BYTES:
-        raise InvalidArgumentError(f"a save of {nbytes} bytes: use at least 1 MiB")
+        raise InvalidArgumentError(f"a save of {nbytes} bytes is too small: use at least 1 MiB")
     free = free_memory()
     if free is not None and 2 * nbytes > free:
         raise InvalidArgumentError(

@@ -1,8 +1,9 @@
-"""Predicts how long saves and a load take, from what was measured and from how much there is to save.
+"""Predicts how long saves and loads take, from the measured speeds and the size of the saves.
 
-The model follows `save/save.py`; docs/bench.md has it as a table. A node's ranks share its memory and its disk, so what
-they save together counts. With the state on a GPU, each rank copies over a separate bus, and writing overlaps with
-copying, so the slower of the two counts. A first save then waits until its memory is pinned.
+The prediction follows the phases of `save/save.py`; docs/bench.md has a table of its formulas. The ranks of a node
+share the node's memory and disk, so the sum of their bytes counts. If the state is on a GPU, each rank copies over a
+separate bus, and writing overlaps with copying, so the slower of the two counts. Then a first save also waits until
+host memory is pinned.
 
 The times of opening, of the commit, and of writing an almost empty save are measured directly. The time of planning,
 and the time that further ranks and tensors add to a commit, are constants from other measurements.
@@ -21,11 +22,13 @@ from mcore_ckpt.tools.maintain.bench.speeds import Speeds
 OPEN, PLAN, COPY, PIN = "opening", "planning", "copying", "pinning"
 WRITE, WRITE_IN_PLACE, COMMIT, READ = "writing", "writing in place", "committing", "reading"
 
-# The time of what a trial save leaves out: reading the trainer's objects and comparing its tensors with the last plan.
-# 3.0 ms for 60 tensors (2026-11-24), 16.5 ms for 10,000, which includes opening (docs/benchmarks.md, "Small tensors").
+# The time of the work that a trial save leaves out: reading the trainer's objects, and comparing their tensors with the
+# last plan. Measured: 3.0 ms for 60 tensors (2026-11-24), and 16.5 ms for 10,000 tensors, including the opening
+# (docs/benchmarks.md, "Small tensors").
 PLAN_S = 3e-3
 PLAN_S_PER_TENSOR = 1.25e-6
-# From docs/scale.md: commits of 16,384 ranks, and of 8 ranks with 100,000 tensors; plans of loads, same layout.
+# Computed from measurements in docs/scale.md: commits of 16,384 ranks, commits of 8 ranks with 100,000 tensors, and
+# plans of loads under the same layout.
 COMMIT_S_PER_RANK = 0.25e-3
 COMMIT_S_PER_TENSOR = 1.2e-6
 LOAD_PLAN_S_PER_TENSOR = 0.12e-3
@@ -33,13 +36,13 @@ LOAD_PLAN_S_PER_TENSOR = 0.12e-3
 _ALIKE = 0.7
 _NEITHER = "neither the file system nor the processors are the limit"
 
-# The thread that prepares host memory pauses after each piece as long as the piece took (io/host_memory.py).
+# The thread that prepares host memory pauses after each piece for as long as the piece took (io/host_memory.py).
 _PREPARATION_TAKES = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted time of something, as the seconds of its parts, which follow one another."""
+    """A predicted time: the seconds of each part. The parts follow one another."""
 
     parts: Mapping[str, float]
 
@@ -49,22 +52,22 @@ class Estimate:
 
     @property
     def longest(self) -> str:
-        """The part that takes longest."""
+        """The name of the part that takes longest."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of a training.
+    """The predicted times of a training.
 
     Attributes:
         stall: how long a later async save holds the training up.
-        first_stall: the same for a first save that comes before any host memory is prepared.
-        prepared_after_s: how long after its construction a manager has prepared the host memory, so that the first save
-            is like later saves; 0 with a GPU, because a first save then waits for the memory.
+        first_stall: how long the first async save holds the training up, if no host memory is prepared yet.
+        prepared_after_s: the seconds from a manager's construction until host memory is prepared, so that a first save
+            is as fast as later saves; 0 with a GPU, because then the first save waits for the memory.
         async_save: the time until an async save is durable.
         load: the time of a load under the same layout.
-        file_system_bytes_per_s: how fast the file system must take bytes from all nodes together while they write.
+        file_system_bytes_per_s: the speed at which the file system must take the bytes of all nodes at once.
     """
 
     stall: Estimate
@@ -77,7 +80,7 @@ class Prediction:
 
 
 def predict(size: SaveSize, speeds: Speeds) -> Prediction:
-    """Predicts saves and the load of a training on nodes like this one, measured with as many ranks as a node has."""
+    """Predicts the saves and the load of a training. `speeds` must be measured with as many ranks as a node has."""
     begin = {OPEN: speeds.open_s, PLAN: PLAN_S + size.tensors * PLAN_S_PER_TENSOR}
     further = max(0, size.ranks - speeds.ranks)
     commit = {COMMIT: speeds.commit_s + further * COMMIT_S_PER_RANK + size.tensors * COMMIT_S_PER_TENSOR}
@@ -87,7 +90,7 @@ def predict(size: SaveSize, speeds: Speeds) -> Prediction:
     rate = size.total_bytes / written[WRITE]
     if speeds.gpu is not None:
         copy_s = size.rank_bytes / speeds.gpu.copy_bytes_per_s
-        # Copying and writing go on at once, so a save waits for the slower one.
+        # Copying and writing overlap, so a save waits for the slower of the two.
         slower = {COPY: copy_s} if copy_s > written[WRITE] else written
         save = Estimate(begin | slower | commit)
         pin = {PIN: size.rank_bytes / speeds.gpu.pin_bytes_per_s}
@@ -106,7 +109,7 @@ def predict(size: SaveSize, speeds: Speeds) -> Prediction:
 
 
 def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
-    """Says in words what takes longest.
+    """Describes the part that takes longest.
 
     Example:
         >>> bottleneck(Estimate({OPEN: 0.01, READ: 0.5}), speeds)  # doctest: +SKIP
@@ -116,7 +119,8 @@ def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
     if longest == WRITE:
         return f"writing, {_rate(speeds.write_bytes_per_s)}: {_limit(speeds.write_limit)}"
     if longest == WRITE_IN_PLACE:
-        # Writing in place also copies, so if it is much slower, the reason is not the disk.
+        # Writing in place also copies. If it is much slower than writing from images, the copy is the bottleneck, not
+        # the disk.
         is_alike = speeds.write_in_place_bytes_per_s >= _ALIKE * speeds.write_bytes_per_s
         limit = speeds.write_limit if is_alike else PROCESSORS
         return f"writing in place, {_rate(speeds.write_in_place_bytes_per_s)}: {_limit(limit)}"

@@ -1,4 +1,4 @@
-"""Computes what the ranks of a parallel layout save and load, from a model's `config.json` or its parameter count."""
+"""Computes how many bytes the ranks of a layout save and load, from a model's `config.json` or number of parameters."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ MODEL_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OPTIMIZER_BYTES = 4
 # The number of moments, for optimizers that keep the same moments for every parameter.
 _MOMENTS = {kind.name.lower(): len(kind.moments) for kind in KINDS if kind.name in ("Adam", "SGD", "Lion", "Muon")}
-# The number of files that each rank writes in addition to its files of tensors: its random states.
+# The number of files without tensors that each rank writes: one, with random states.
 _SMALL_FILES = 1
 
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training that decide the size of its checkpoints.
+    """The settings of a training that determine the size of its checkpoints.
 
     Attributes:
-        dtype: the dtype of the model, one of `MODEL_BYTES`. With "fp32" the main parameters are the model's own.
+        dtype: the dtype of the model, one of `MODEL_BYTES`. With "fp32" the main parameters are the model parameters
+            themselves.
         optimizer: "adam", "sgd", "lion" or "muon", all sharded over the data-parallel ranks, with moments in fp32.
         contents: which of "model" and "optimizer" are saved.
         ranks_per_node: how many ranks share the memory and the disk of a node; None for 8, or for all ranks if there
@@ -51,7 +52,9 @@ class Training:
             raise InvalidArgumentError(f"dtype is {self.dtype!r}: use one of {', '.join(MODEL_BYTES)}")
         if self.optimizer not in _MOMENTS:
             known = ", ".join(sorted(_MOMENTS))
-            raise InvalidArgumentError(f"optimizer is {self.optimizer!r}: use one of {known}, whose sizes are known")
+            raise InvalidArgumentError(
+                f"optimizer is {self.optimizer!r}: use an optimizer of known size, one of {known}"
+            )
         unknown = sorted(set(self.contents) - {"model", "optimizer"})
         if unknown or not self.contents:
             raise InvalidArgumentError(f"contents are {self.contents}: use 'model', 'optimizer', or both")
@@ -79,15 +82,15 @@ class Training:
 
 @dataclass(frozen=True)
 class SaveSize:
-    """What the ranks of a layout save and load. All sizes are in bytes, without headers and small files.
+    """The sizes of a training's saves and loads, in bytes, without headers and small files.
 
     Attributes:
         parameters: the number of parameters of the whole model.
         total_bytes: the size of the checkpoint.
-        node_bytes: how many bytes the ranks of a node write together, on the node with the most to write.
+        node_bytes: how many bytes the ranks of one node write together, on the node that writes most.
         rank_bytes: the largest number of bytes that one rank writes.
-        node_load_bytes: how many bytes the ranks of a node read together, on the node with the most to read.
-        tensors: the largest number of tensors that one rank plans in a save.
+        node_load_bytes: how many bytes the ranks of one node read together, on the node that reads most.
+        tensors: how many tensors the rank with the most tensors plans in a save.
         files: how many files all ranks together write.
     """
 
@@ -116,7 +119,7 @@ class SaveSize:
 
     @staticmethod
     def of_bytes(nbytes: int, ranks: int, tensors: int = 0) -> SaveSize:
-        """Returns the size of a save of `nbytes` bytes in all by the ranks of one node."""
+        """Returns the SaveSize of a save of `nbytes` bytes by the ranks of a single node."""
         topology = Topology(world_size=ranks, tp=ranks, etp=ranks)
         return SaveSize(topology, ranks, 0, nbytes, nbytes, nbytes // ranks, nbytes, tensors, 3 * ranks)
 
@@ -131,11 +134,11 @@ class _Stage:
 
 
 def size_of_model(folder: Path, training: Training) -> SaveSize:
-    """Returns what the ranks save of the model that a folder's `config.json` describes. Reads no weights.
+    """Returns the SaveSize for the model that a folder's `config.json` describes. Reads no weights.
 
-    Raises CheckpointNotFoundError if there is no such file, UnsupportedError if the architecture is not known or the
-    file cannot be read, and InvalidArgumentError if the sizes of the layout contradict each other, or do not fit the
-    model.
+    Raises CheckpointNotFoundError if there is no `config.json`, UnsupportedError if the architecture is not known or
+    the file cannot be read, and InvalidArgumentError if the sizes of the layout contradict each other, or do not fit
+    the model.
     """
     model = model_from_config(read_config(folder))
     numels: dict[str, int] = {}
@@ -143,7 +146,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
         if not tensor.is_copy:
             for slab in tensor.slabs:
                 numels[slab.mcore] = numels.get(slab.mcore, 0) + slab.numel
-    numels.pop("", None)  # the name of zeros that no mcore tensor has
+    numels.pop("", None)  # zeros that the mapping adds, and that no mcore tensor has
     topology, stages = _resolved(training.layout, len(model.layers), model.mtp_depths, any(map(is_expert, numels)))
     placement = PipelineAssignment(stages)
     held: list[list[tuple[str, int]]] = [[] for _ in range(topology.pp)]
@@ -153,7 +156,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
 
 
 def size_of_parameters(parameters: int, training: Training) -> SaveSize:
-    """Returns what the ranks save of a model without experts. The parameters are divided evenly among the stages.
+    """Returns the SaveSize for a model without experts. The parameters are divided evenly among the stages.
 
     Raises InvalidArgumentError: the sizes of the layout contradict each other.
     """
@@ -183,7 +186,10 @@ def _stage(tensors: Sequence[tuple[str, int]]) -> _Stage:
 
 
 def _size(training: Training, topology: Topology, stages: Sequence[_Stage]) -> SaveSize:
-    """Adds up what ranks save. Every byte is written once: replicas divide files and shards among themselves."""
+    """Adds up the bytes that ranks save.
+
+    Every byte is written once: replicas divide files and shards among themselves.
+    """
     per_node = training.ranks_per_node or min(8, topology.world_size)
     in_stage = topology.world_size // topology.pp
     parameter = training.model_bytes + training.optimizer_bytes
@@ -215,7 +221,7 @@ def _planned_tensors(training: Training, stage: _Stage, replicas: int) -> int:
 
 
 def _most_of_a_node(by_stage: Sequence[int], in_stage: int, per_node: int) -> int:
-    """Returns the largest sum over a node's ranks. These are consecutive, and Megatron numbers ranks stage by stage."""
+    """Returns the largest sum over a node's ranks, which are consecutive. Megatron numbers ranks stage by stage."""
     ranks = in_stage * len(by_stage)
     nodes = (range(first, min(first + per_node, ranks)) for first in range(0, ranks, per_node))
     return max(sum(by_stage[rank // in_stage] for rank in node) for node in nodes)

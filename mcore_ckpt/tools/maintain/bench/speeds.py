@@ -1,4 +1,4 @@
-"""Measures what saves on this machine wait for: memory, disk, and what a save costs besides its bytes.
+"""Measures the speeds of memory and disk on this machine, and the fixed costs of a save.
 
 The speeds of saves come from trial saves, by all ranks of a node at once. The speeds of the disk alone and of the
 processors alone come from the doctor, which compares our writer and reader with plain system calls.
@@ -24,20 +24,20 @@ from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
 from mcore_ckpt.tools.maintain.bench.trial_saves import BYTES_PER_PARAMETER, SaveTimes, TrialSaves
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that have just been saved."""
+"""A function that is called with the number of bytes that were just saved."""
 
-# How often each kind of save is made; and after how many seconds no new save begins.
+# How often each kind of save is made, and the number of seconds after which no further save begins.
 _SAVES = 7
 _ENOUGH_S = 60.0
 _FETCH_MOST_BYTES = 256 << 20
-# Copies are also measured with a state this many times as large: the processors' caches hold some hundred MB, so larger
-# states are copied more slowly.
+# Copies are also measured with a state this many times larger, because states that do not fit into the processors'
+# caches (some hundred MB) are copied more slowly.
 _LARGER = 4
 
 
 @dataclass(frozen=True)
 class GpuSpeeds:
-    """Speeds of one GPU: of copies to pinned memory, and how fast new host memory is made and pinned."""
+    """Speeds of one GPU: of copies to pinned memory, and of allocating and pinning new host memory."""
 
     name: str
     copy_bytes_per_s: float
@@ -46,20 +46,24 @@ class GpuSpeeds:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured. Speeds are in bytes per second, of all ranks of the node together unless said otherwise.
+    """The measured speeds and times.
+
+    Speeds are in bytes per second, of all ranks of the node together unless stated otherwise.
 
     Attributes:
-        copies: copying in host memory, to memory that has its pages: (bytes, bytes per second), the smaller size first.
+        copies: copying in host memory, to memory whose pages exist: (bytes, bytes per second), the smaller size first.
         fetch_bytes_per_s: the speed at which one thread gets new pages of host memory.
         write_bytes_per_s: writing from images, checksums included.
-        write_in_place_bytes_per_s: writing from the tensors, checksums and the copy in the processor's cache included.
+        write_in_place_bytes_per_s: writing from the tensors, including checksums and a copy through the processor's
+            cache.
         read_bytes_per_s: reading by one rank, checksums included.
         raw_write_bytes_per_s: writing with plain system calls, by one rank.
-        write_limit: what limits writing: "file system", "processors", or "" if neither of the two does.
-        open_s: the time from the call of a save until its folder is there.
-        small_write_s: the time to write all files of a save that has hardly any bytes.
-        commit_s: the time to commit such a save.
-        spread: the times of the fastest and the slowest trial save that copied, divided by the median of these times.
+        write_limit: the bottleneck of writing: "file system", "processors", or "" for neither.
+        open_s: the time from the call of a save until its staging folder exists.
+        small_write_s: the time to write all files of a save that is almost empty.
+        commit_s: the time to commit an almost empty save.
+        spread: the times of the fastest and of the slowest trial save with copies, divided by the median time of these
+            saves.
     """
 
     ranks: int
@@ -95,7 +99,7 @@ class Speeds:
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
     """Measures in an empty folder. Uses `2 * nbytes` of disk space, and at most `8 * nbytes` of memory.
 
-    `nbytes` is how many bytes a trial save has, at least 1 MiB; `ranks` is how many ranks save at once. `progress` is
+    `nbytes` is the size of a trial save in bytes, at least 1 MiB; `ranks` is how many ranks save at once. `progress` is
     called after each save.
 
     Raises:
@@ -137,8 +141,8 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
 def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[SaveTimes], list[SaveTimes]]:
     """Makes pairs of a save that copies and a save that writes in place.
 
-    The first pair only warms up and is left out, unless it takes so long that no other follows. Returns the times of
-    the saves that copied, and of the saves that wrote in place.
+    The first pair is a warm-up and is left out, unless it takes so long that no other pair follows. Returns the times
+    of the saves that copied, and of the saves that wrote in place.
     """
     begin = time.monotonic()
     pairs = []
@@ -152,7 +156,7 @@ def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[S
 
 
 def free_memory() -> int | None:
-    """Returns the memory that programs can still get, in bytes; None if the system does not tell."""
+    """Returns how many bytes of memory programs can still get; None if the system does not report this."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -161,7 +165,7 @@ def free_memory() -> int | None:
 
 
 def _larger_copies(folder: Path, nbytes: int, ranks: int) -> tuple[int, float]:
-    """Returns a size larger than `nbytes`, if the memory allows that, and the speed of copies of this size."""
+    """Returns a size, and the speed of copies of this size. The size is larger than `nbytes` if the memory suffices."""
     free = free_memory()
     most = _LARGER * nbytes if free is None else min(_LARGER * nbytes, free // 4)
     with TrialSaves(folder / "larger", max(nbytes, most), ranks) as larger:
@@ -188,7 +192,7 @@ def _ask_doctor(folder: Path, nbytes: int) -> Mapping[str, Mapping[str, float]]:
     if bad is not None:
         raise CheckpointError(
             f"{folder.parent}: no checkpoint can be saved here: {bad.topic}: {bad.fact}: `mcore-ckpt doctor "
-            f"{folder.parent}` says what to change"
+            f"{folder.parent}` shows what to change"
         )
     return {finding.topic: finding.values for finding in speed.measure(own, nbytes, has_direct(tried))}
 
@@ -205,7 +209,7 @@ def _measure_gpu(nbytes: int) -> GpuSpeeds:
     begin = time.perf_counter()
     buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
     pin_s = time.perf_counter() - begin
-    # A copy may not go across the edge of a piece that was pinned in one call.
+    # A copy must not cross the border between pieces that were pinned by separate calls.
     targets = torch.frombuffer(buffer, dtype=torch.uint8).split(buffer.PIN_BYTES)
     sources = source.split(buffer.PIN_BYTES)
     times = []

@@ -1,8 +1,8 @@
 """Makes real saves of random bytes, with the planner, the writer and the commit of this package, without a trainer.
 
 One process acts for all ranks of a node: it copies with as many threads as the ranks would, and writes each rank's
-files with a separate writer and thread. So a trial save takes as long as the ranks' save, without the ranks' messages
-and without reading the trainer's objects.
+files with a separate writer and thread. So a trial save takes as long as a save by the ranks, except for messages
+between ranks and for reading the trainer's objects.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from mcore_ckpt.steps.transaction import check_seen, commit_together, open_toget
 
 ROLE = "actor"
 BYTES_PER_PARAMETER = 14
-"""A model parameter in bf16; its main parameter and Adam's two moments in fp32."""
+"""The bytes of a parameter: 2 for the model in bf16, 4 each for the main parameter and Adam's two moments in fp32."""
 
 _TOPIC = "a trial save"
 _KINDS = (PARAM, "exp_avg", "exp_avg_sq")
-# The parameters of one tensor: of a matrix of 2048 x 2048.
+# The number of parameters in one tensor: a matrix of 2048 x 2048.
 _PARAMETERS = 1 << 22
 _TILE_BYTES = 1 << 20
 # The size of the state of torch's generator on a CPU.
@@ -59,11 +59,11 @@ _RANDOM_STATE_BYTES = 5056
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """How long the parts of a trial save took, in seconds.
+    """The durations of the parts of a trial save, in seconds.
 
     Attributes:
-        open_s: until the staging folder was there: lock, look at the free space, first round.
-        copy_s: until the state was copied into images; 0 if it was written in place.
+        open_s: until the staging folder existed: taking the lock, checking the free space, first round.
+        copy_s: until the state was copied into host images; 0 if the state was written in place.
         write_s: until all files were on the disk.
         commit_s: until the checkpoint was in its place and the tracker named it.
     """
@@ -94,9 +94,9 @@ class _Rank:
 
 
 class TrialSaves:
-    """Saves the same random bytes as often as asked, each time as a new step, and deletes each step afterwards.
+    """Saves the same random bytes again and again, each time as a new step, and deletes each step afterwards.
 
-    It makes `root`, which the caller removes. `nbytes` is the size of the tensors of all ranks together.
+    `nbytes` is the size of the tensors of all ranks together. `root` is made here, and the caller must remove it.
 
     Raises MemoryError: there is not enough memory for the tensors.
 
@@ -133,8 +133,8 @@ class TrialSaves:
     def save(self, copied: bool) -> SaveTimes:
         """Makes one save and deletes it.
 
-        If `copied`, it copies the tensors into images first, as an async save does. Otherwise it writes them in place,
-        as a synchronous save of a state in host memory does.
+        If `copied`, the tensors are first copied into host images, as in an async save. Otherwise they are written in
+        place, as in a synchronous save of a state in host memory.
 
         Raises:
             NoRoomError: the files do not fit on the disk.
@@ -152,7 +152,7 @@ class TrialSaves:
         return time.perf_counter() - began
 
     def keep(self, copied: bool) -> tuple[Path, SaveTimes]:
-        """Does the same as `save`, but keeps the checkpoint. Returns the role's folder, and the times."""
+        """Makes one save as `save` does, but keeps the checkpoint. Returns the role's folder, and the times."""
         step = next(self._steps)
         saving = Saving(file_names.step_dir(self._root, step) / ROLE, step, PreservationPolicy())
         buffer = self._images.take(self._arena_bytes()) if copied else None
@@ -224,14 +224,14 @@ class TrialSaves:
         return writes
 
     def _take_place(self, saving: Saving, need: Need) -> None:
-        """Does what `CheckpointManager` does on rank 0 before a save."""
+        """Takes the steps that `CheckpointManager` takes on rank 0 before a save."""
         self._lock.take(patience_s=0)
         leftovers.remove_sibling_leftovers(saving.role_dir)
         self._space.check(saving, need, patience_s=0)
         self._lock.take(patience_s=0)
 
     def _write(self, staging: Path, writes: Sequence[Sequence[FileWrite]]) -> list[tuple[int, WrittenFile]]:
-        """Writes the files of all ranks, each rank's on a separate thread, and returns each file with its rank."""
+        """Writes the files of all ranks, with a separate thread for each rank. Returns each file with its rank."""
         check_seen(staging)
         with ThreadPoolExecutor(len(self._ranks)) as pool:
             by_rank = list(pool.map(lambda rank, own: self._write_rank(staging, rank, own), self._ranks, writes))
@@ -281,7 +281,7 @@ def _tensor(path: tuple[str, ...], key: ShardKey, region: Region, dtype: torch.d
 
 
 def _random_bytes(nbytes: int) -> torch.Tensor:
-    """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes.
+    """Returns memory full of random bytes, because some file systems compress bytes that repeat.
 
     torch allocates the memory, as for a trainer's tensors. A host buffer would have huge pages, from which copies are
     faster.
