@@ -438,7 +438,7 @@ def test_roles_that_only_one_checkpoint_has(tmp_path: Path, driver: Any) -> None
             "critics",
             True,
             2,
-            "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward, so no role is in both: name the folders",
+            "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward, so no role is in both: name",
         ),
         ("other", False, 2, "--diff {path}: the differences are shown on a page: name the page's file"),
     ],

@@ -182,4 +182,6 @@ def exported(outcome: Outcome) -> str:
 
 def sample(outcome: Outcome) -> Text:
     """Returns the text that transformers generated with the exported model."""
-    return Text.assemble(("Text that transformers generated with it: ", "dim"), repr(outcome.generated.text))
+    return Text.assemble(
+        ("Text that transformers generated with the exported model: ", "dim"), repr(outcome.generated.text)
+    )
