@@ -80,7 +80,7 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def metric_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns the metrics, also those that were set later, as a list with one pair; empty if there are none."""
+    """Returns one pair with all metrics, including those that were set after the save; no pair if there are none."""
     from mcore_ckpt.steps import metrics_of
 
     found = [f"{name} {value:g}" for name, value in sorted(metrics_of(role_dir, manifest).items())]
