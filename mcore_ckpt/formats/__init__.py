@@ -3,9 +3,9 @@
 Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
 the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
-shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` compares them
-with other steps, and `first_cut` finds a truncated file; `HubModel` is a model on the HuggingFace hub, and
-`with_revision` adds a revision to the name of a model there.
+shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` finds such
+files that other steps have and this step lacks, and `first_cut` finds a truncated file; `HubModel` is a model on the
+HuggingFace hub, and `with_revision` adds a revision to such a model's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines what each kind of checkpoint answers about itself. `kinds.py` lists the kinds."""
+"""Defines how a kind of checkpoint is recognized and opened. `kinds.py` lists the kinds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CheckpointKind(Protocol):
     Attributes:
         name: the word for the kind in messages and in JSON.
         what: a description of a folder of this kind for people, such as "a folder of FSDP shards".
-        backend: what `merge --backend` calls the training framework that writes this kind. None: the kind is a
-            HuggingFace model already, so `merge` does not read it.
+        backend: the name, in `merge --backend`, of the training framework that writes this kind. None: checkpoints of
+            this kind are HuggingFace models already, so `merge` does not read them.
         needs_writers: True if `open_state` needs `LiveTraining.writers`.
         has_hf_names: True if the kind's reader lists tensors by HuggingFace's names, so that a merge only copies them.
         may_permute_adapters: True if Megatron-Bridge writes this kind, with the rows of some adapters in another order.
@@ -66,15 +66,15 @@ class CheckpointKind(Protocol):
         return None
 
     def adapter_settings(self, folder: Path) -> AdapterSettings | None:
-        """Returns the settings of the checkpoint's low-rank adapters. None if the checkpoint does not say them.
+        """Returns the settings of the checkpoint's low-rank adapters, or None if the checkpoint does not state them.
 
         Raises:
-            CheckpointCorruptError: the file that says them is damaged.
+            CheckpointCorruptError: the file with the settings is damaged.
         """
         from mcore_ckpt.formats.lora_meta import read_lora_meta
 
         return read_lora_meta(folder)
 
     def facts(self, reader: CheckpointReader) -> Facts:
-        """Returns the facts that a checkpoint, opened as `reader`, states about its model. They may be empty."""
+        """Returns the facts that a checkpoint, opened as `reader`, states about its model. The dict may be empty."""
         return {}

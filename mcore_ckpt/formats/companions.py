@@ -2,9 +2,9 @@
 
 verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT). Since verl 0.9, its asynchronous modes also write the
 folder `transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add
-some, too. So a list of names cannot tell which files belong to a step. A file belongs to a step if the last complete
-steps have it, too. If there is only one such step, its files may be a user's. They count only if the caller knows that
-the trainer writes them.
+files, too. So no list of names can tell which files belong to a step. A file belongs to a step if the last two complete
+steps have a file of the same name (numbers and ids in names may differ). If there is only one complete step, its files
+may be a user's. Such a file counts only if the caller knows that the trainer writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_ckpt.io.files import read_small
 
 logger = logging.getLogger(__name__)
 
-# Numbers and ids, which differ between steps and between ranks.
+# Matches the numbers and ids in file names, which differ between steps and between ranks.
 _VARIES = re.compile(r"[0-9a-fA-F]{6,}|\d+")
 # If this many complete steps have a file, the file is the trainer's.
 _STEPS = 2
@@ -36,8 +36,9 @@ _BLANKS = 4096
 def companions_of(step_path: Path | None) -> dict[str, Path]:
     """Returns the files and folders in a step's folder that belong to the trainer, by name. Raises OSError.
 
-    Roles, hidden entries and the files that a save writes into a role's folder are left out. If the step's folder is
-    itself another program's checkpoint, all folders are left out, because they are parts of that checkpoint.
+    The result leaves out roles, hidden entries and the files that a save writes into a role's folder. If the step's
+    folder is itself another program's checkpoint, the result leaves out all folders, because they are parts of that
+    checkpoint.
     """
     if step_path is None or not step_path.is_dir():
         return {}
@@ -76,10 +77,17 @@ def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[s
     mine, had = {form for form, _, _ in _entries(step_path)}, " and ".join(path.name for path in witnesses)
     for form, name in expected.items():
         if form not in mine and form in sure:
-            advice = "" if _is_known(form, known) else ": if you have put it there yourself, load this step by its path"
-            return f"{step_path}: {name} is missing, which {had} had{advice}"
+            advice = (
+                "" if _is_known(form, known) else ": if you put that file there yourself, load this step by its path"
+            )
+            return f"{step_path}: {name} is missing, but {had} had this file{advice}"
         if form not in mine:
-            logger.warning("%s: lacks %s, which is in %s: is it a file of yours?", step_path, name, had)
+            logger.warning(
+                "%s: lacks %s, which is in %s: if your trainer writes this file, load another step",
+                step_path,
+                name,
+                had,
+            )
     return None
 
 
@@ -87,7 +95,7 @@ def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = 
     """Returns a file that was truncated because its writer died; None if there is none. Raises OSError.
 
     Only files that the trainer is known to write (see `what_is_missing`) or that have one of the `forms` are checked,
-    because others may be a user's. A form is a relative path with "#" in place of numbers.
+    because any other file may be a user's. A form is a relative path with "#" in place of numbers.
     """
     looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
     return next((path for path in looked_at if not _is_sound(path)), None)
@@ -107,9 +115,9 @@ def _sound_forms(step_path: Path) -> dict[str, str]:
 
 
 def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yields the form, the relative path and the path of each entry, and of each file in it that `_CHECKS` can check.
+    """Yields the form, relative path and path of each entry, and of each file below an entry that `_CHECKS` can check.
 
-    Other files inside are skipped, because there may be any number of them: a queue has one for each prompt.
+    Other files in a folder are skipped, because there may be many: `transfer_queue` has one for each prompt.
     """
     for path in companions_of(step_path).values():
         for file in (path, *_files_below(path)):

@@ -4,9 +4,9 @@ A reader lists a checkpoint's tensors, locates their shards, and reads ranges of
 checkpoint or model that it will write, and each call of `write` writes some of them.
 
 Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Through
-this contract `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, `load_hf` reads
-HuggingFace folders, and `convert` reads both. `locate.py` uses it to find the stored ranges that make up a wanted
-region.
+the read contract, `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, `load_hf` reads
+HuggingFace folders, and `convert` reads native checkpoints and HuggingFace folders. Through this contract, too,
+`locate.py` finds the stored ranges that make up a wanted region.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CheckpointReader(Protocol):
 
     @property
     def names(self) -> Mapping[str, int]:
-        """Maps the name of each tensor to its position in a list of all tensors, which is the same on all ranks."""
+        """Maps the name of each tensor to its position in a list of all tensors. All ranks have the same list."""
 
     @property
     def weight_kind(self) -> str:
@@ -107,14 +107,14 @@ class CheckpointReader(Protocol):
         """
 
     def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
-        """Returns the stored kinds of a tensor's optimizer state. Files of ranks near `position` are opened first."""
+        """Returns the stored kinds of a tensor's optimizer state. Opens the files of ranks near `position` first."""
 
     def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
         """Yields sets of the tensor's stored shards. Each set contains the previous one.
 
         The first set comes from the files of the ranks nearest to `position`, the last set from the files of all ranks.
-        A caller stops at the first set that covers its region, so it opens only a few files, even if a thousand ranks
-        saved.
+        A caller stops at the first set that covers the caller's region. So only a few files are opened, even if a
+        thousand ranks saved.
 
         Raises:
             CheckpointCorruptError: an index is missing, truncated or damaged.
@@ -134,8 +134,8 @@ class CheckpointReader(Protocol):
             check: whether to check the CRC of each block before its bytes are used. Only native checkpoints have CRCs.
 
         Raises:
-            CheckpointCorruptError: a block is damaged, or a file is missing or truncated. Other blocks may have been
-                copied already.
+            CheckpointCorruptError: a block is damaged, or a file is missing or truncated. By then, intact blocks may
+                have been copied.
         """
 
 
@@ -178,7 +178,7 @@ class FileReport:
 
 
 class CheckpointWriter(Protocol):
-    """Writes one checkpoint or model into a folder, with the bytes that a reader gives it.
+    """Writes one checkpoint or model into a folder, with the bytes that a reader delivers.
 
     Several processes can share the work. Each process has a writer with the same `files`, and calls `write` for some of
     these files. When all files are there, one process calls `finish`. Then each process can `check` a part.
@@ -189,7 +189,9 @@ class CheckpointWriter(Protocol):
         """The files to write. `finish` adds some small files."""
 
     def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> Sequence[FileReport]:
-        """Writes some of the files durably; their names need not be durable yet. Memory does not grow with the files.
+        """Writes the files with these numbers durably; their directory entries need not be durable yet.
+
+        The memory that `write` needs does not grow with the size of the files.
 
         Args:
             folder: the folder to write into. It exists, and has none of these files.
@@ -204,14 +206,14 @@ class CheckpointWriter(Protocol):
         """Adds the files that complete the folder: an index, a manifest, a configuration. All of `files` must be there.
 
         Args:
-            reports: what `write` has returned on all processes, in the order of the processes.
+            reports: the reports that `write` has returned on all processes, in the order of the processes.
 
         Raises:
             CheckpointError, OSError: a file could not be read or written.
         """
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        """Reads one of several parts of a finished folder and compares it with the source, bit for bit.
+        """Reads part number `part` of `parts` of a finished folder and compares this part with the source, bit for bit.
 
         Raises:
             CheckpointMismatchError: the bits differ.

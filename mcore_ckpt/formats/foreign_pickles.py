@@ -1,4 +1,4 @@
-"""Loads pickles of other programs. A pickle may name only a few classes and functions, which hold or rebuild data.
+"""Loads pickles of other programs. The only classes and functions that a pickle may name hold or rebuild data.
 
 `load_safely` loads a file of `torch.save`; `load_metadata` loads the `.metadata` of a torch_dist checkpoint.
 """
@@ -47,7 +47,8 @@ _METADATA_CLASSES = {
 }
 _ENUMS = {"megatron.core.enums": ("ModelType",), "megatron.core.transformer.enums": ("AttnBackend",)}
 _NUMPY_ARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Only dtypes of numbers are allowed. Other pickled dtypes define their own size and fields, and nothing checks these.
+# Only dtypes of numbers are allowed. Other pickled dtypes define their own size and fields, and nothing would check
+# these.
 _NUMPY_NUMBER = re.compile(r"[biufc](?:1|2|4|8|16)")
 _NUMPY_DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in ("<", "|"))
 
@@ -58,8 +59,8 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
     Args:
         source: the path of the file, or the bytes of the file.
         name: the name of the source in error messages.
-        mmap: whether to map the tensors of a file into memory instead of reading them. Required for files larger than
-            PLAIN_BYTES.
+        mmap: whether to map the tensors of a file into memory instead of reading them. Files larger than PLAIN_BYTES
+            can only be mapped.
 
     Raises:
         CheckpointCorruptError: the file is missing, damaged or too large, or contains other objects.

@@ -1,8 +1,8 @@
-"""Defines what a load asks for a training's state in another program's checkpoint, and what it gets.
+"""Defines how a load asks for a training's state in another program's checkpoint, and how this state is returned.
 
 A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows the format of its kind, but none of the
-trainer's objects, and it changes nothing.
+`verl_ranks/state.py`, answers with CPU tensors and plain values. This class knows the format of its kind, but none of
+the trainer's objects, and changes nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ModelTensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the module's state dict."""
+        """The tensor's name in the module's state dict."""
 
     @property
     def key(self) -> str:
-        """Its key in a torch_dist checkpoint."""
+        """The tensor's key in a torch_dist checkpoint."""
 
     @property
     def live(self) -> torch.Tensor:
@@ -58,13 +58,13 @@ class ModelTensor(Protocol):
         """True if the live tensor is quantized, so that its bytes must not be read."""
 
     def keys(self, key: str) -> list[str]:
-        """Returns the keys of the parts of the tensor whose key is `key`, or only `key` if there are no parts."""
+        """Returns the keys of the parts of the tensor with the key `key`, or only `key` if the tensor has no parts."""
 
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
         """Reads each part with `read`, and returns a filled CPU tensor of the live tensor's shape.
 
-        `read` fills parts of `memory`, or copies of them. With copies, the method joins these in a new tensor, and
-        returns that; otherwise it returns `memory`.
+        `read` fills either the parts of `memory` or copies of these parts. The method returns `memory`, or, if there
+        are copies, a new tensor that joins the copies.
         """
 
 
@@ -111,11 +111,11 @@ class LivePart:
     """One of the chained optimizers.
 
     Attributes:
-        class_name: megatron's class.
-        kind_name: the kind of state that it keeps, for messages.
-        moments: the moments that it keeps of each parameter.
-        has_step: whether it counts steps.
-        is_empty: whether it has no parameters.
+        class_name: the name of the optimizer's class in megatron.
+        kind_name: the kind of state that the optimizer keeps, for messages.
+        moments: the kinds of moments that the optimizer keeps for each parameter.
+        has_step: whether the optimizer counts steps.
+        is_empty: whether the optimizer has no parameters.
         group_index: megatron's `data_parallel_group_idx`; None unless the optimizer is a DistributedOptimizer.
         ranges: the ranges that this rank owns.
         bucket_ranges: a function that returns the place of each of `ranges` in megatron's buffers, if the optimizer is
@@ -145,7 +145,7 @@ class Writers:
     Attributes:
         dense: the place of the first rank of this rank's data-parallel group.
         experts: the place of the first rank of the group that has the same experts.
-        model: (tp, pp, ep) of all ranks.
+        model: the (tp, pp, ep) of every rank.
     """
 
     dense: Place
@@ -155,13 +155,13 @@ class Writers:
 
 @dataclass(frozen=True, eq=False)
 class LiveTraining:
-    """Describes what one rank trains, and so what a load fills.
+    """Describes the model and the optimizers of one rank, which a load fills.
 
     Attributes:
         contents: the words of `load_contents`.
         position: the layout, and this rank's place in it.
-        writers: the ranks that write what this rank loads; None unless the kind has `needs_writers`.
-        parts: the chained optimizers; empty unless the optimizer is loaded.
+        writers: the ranks that wrote this rank's state; None unless the kind has `needs_writers`.
+        parts: the chained optimizers; empty if the optimizer is not to be loaded.
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: a function that returns the state dict of each chunk, with live tensors.
         sharded: a function that returns the model's tensors as `sharded_state_dict` describes them with the given flags
@@ -197,17 +197,17 @@ class LiveTraining:
         """
         if self.assumed_step is None:
             raise CheckpointMismatchError(
-                f"{where}: has no step count of the optimizer, without which Adam's bias correction is wrong. Set "
-                "CheckpointConfig(assume_optimizer_step=N) to the number of steps that the optimizer had done when the "
-                "checkpoint was saved (it can differ from the trainer's step), or leave 'optimizer' out of "
-                "load_contents"
+                f"{where}: has no step count of the optimizer, and without this count, Adam's bias correction would be "
+                "wrong. Set CheckpointConfig(assume_optimizer_step=N) to the number of steps that the optimizer had "
+                "done when the checkpoint was saved (it can differ from the trainer's step), or leave 'optimizer' out "
+                "of load_contents"
             )
         return self.assumed_step
 
 
 @dataclass(frozen=True, eq=False)
 class FoundWeight:
-    """A live tensor of the model, the CPU tensor to copy into it, and the dtypes of a rounding, if there was one."""
+    """A live tensor of the model, the CPU tensor to copy into it, and the two dtypes if the values were rounded."""
 
     live: torch.Tensor
     loaded: torch.Tensor
@@ -234,7 +234,7 @@ class FoundPart:
 class ForeignState:
     """The state of a training in one checkpoint. Each rank reads its part into host memory.
 
-    Each kind that has such a state has a class that derives from this class. Every method raises
+    Each kind of checkpoint with such a state has a class that derives from this class. Every method raises
     CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or
     contains something other than data, and UnsupportedError if the state has an unsupported form.
 
@@ -242,8 +242,8 @@ class ForeignState:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank has read so far.
         facts: the facts about the model that the checkpoint's own files state.
-        was_quantized: whether the checkpoint says that matrices were quantized in the training. It then stores their
-            dequantized values.
+        was_quantized: whether the checkpoint says that matrices were quantized in the training. Such a checkpoint
+            stores the dequantized values of these matrices.
     """
 
     step: int

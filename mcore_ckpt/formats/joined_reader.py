@@ -27,8 +27,8 @@ class JoinedReader:
         for reader in (first, second):
             if reader.weight_kind != MODEL:
                 raise UnsupportedError(
-                    f"{reader.place}: has adapters only as the optimizer's main parameters: use a checkpoint that was "
-                    "saved with 'model' in save_contents"
+                    f"{reader.place}: has the adapters' weights only as the optimizer's main parameters: use a "
+                    "checkpoint that was saved with 'model' in save_contents"
                 )
         self._readers = (first, second)
         self.place: Path | str = first.place

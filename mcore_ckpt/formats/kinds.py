@@ -1,6 +1,7 @@
 """Lists the kinds of checkpoints, and finds the kind of a folder.
 
-A new kind is a room of `formats/` and an object in `KINDS`. Whatever reads other programs' checkpoints asks this list.
+To add a kind, add a room of `formats/` and an object to `KINDS`. All code that reads other programs' checkpoints asks
+this list.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mcore_ckpt.formats.verl_ranks.kind import VerlRanks
 
 NATIVE = Native()
 
-# A folder is of the first kind that recognizes it. A folder with our manifest is ours, whatever else is in it.
+# A folder is of the first kind that recognizes the folder. The native kind is the first, because a folder with our
+# manifest is ours, whatever else the folder contains.
 KINDS: tuple[CheckpointKind, ...] = (NATIVE, TorchDist(), VerlRanks(), Fsdp(), HuggingFace())
 
 

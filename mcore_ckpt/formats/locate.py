@@ -1,4 +1,4 @@
-"""Finds the stored ranges that make up a wanted region, whatever the layout that the checkpoint was saved under."""
+"""Finds the stored ranges that make up a wanted region, under whichever layout the checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_same_voca
 
 @dataclass(frozen=True)
 class Wanted:
-    """A region of the training state that is to be read.
+    """A region of the training state to read.
 
     Attributes:
         key: the kind, and the tensor's global name. The checkpoint may store the tensor under a synonym of this name.
@@ -76,7 +76,7 @@ class Locator:
         return self._counterparts.layer_mismatch
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
-        """Returns the key with the checkpoint's name of the tensor, or None if the checkpoint has no such tensor."""
+        """Returns the key under which the checkpoint stores the tensor, or None if the checkpoint lacks the tensor."""
         name = found_as(self._counterparts.stored_name(key.name), self.reader.names)
         return None if name is None else ShardKey(name, key.kind)
 
@@ -110,14 +110,15 @@ class Locator:
         """Returns the coded shard that has exactly the wanted region, or None if there is no such shard."""
         key = self.stored_key(wanted.key)
         parts = () if key is None else self.reader.parts(key, self._position)
-        # This rank's own shard, if there is one, is in the files of the nearest ranks.
+        # If this rank saved a shard of exactly this region, the shard is in the files of the nearest ranks (the first
+        # set).
         near: Sequence[StoredShard] = next((shards for shards in parts if shards), ())
         return next((shard for shard in near if shard.coding is not None and shard.region == wanted.region), None)
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
         """Finds the bytes of a module's `_extra_state`, preferably from the saved rank nearest to the reading rank.
 
-        Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, and all use the same name.
+        Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, all under the same name.
         """
         assert key.kind == OPAQUE
         stored = self.stored_key(key)
@@ -172,7 +173,7 @@ def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int
         if found is None:
             raise CheckpointMismatchError(f"{wants}, found no such tensor")
         if found.dtype != part.memory.dtype or found.outside:
-            missing = f", without {found.outside} of the elements" if found.outside else ""
+            missing = f", but {found.outside} of the elements are missing" if found.outside else ""
             raise CheckpointMismatchError(f"{wants}, found {found.dtype}{missing}")
         ranges += ((read, part.memory) for read in found.reads)
     return reader.read(ranges) if ranges else 0
@@ -181,7 +182,7 @@ def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int
 def same_bytes(reader: CheckpointReader, first: str, second: str) -> bool:
     """Returns True if two tensors of a checkpoint are equal bit for bit.
 
-    It uses at most CONVERT_BYTES of memory, however large the tensors are.
+    The comparison uses at most CONVERT_BYTES of memory, even for larger tensors.
     """
     infos = [reader.info(ShardKey(name, reader.weight_kind)) for name in (first, second)]
     info = infos[0]

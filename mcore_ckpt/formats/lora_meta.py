@@ -16,14 +16,16 @@ _LORA_META = "lora_train_meta.json"
 
 
 def read_lora_meta(folder: Path) -> AdapterSettings | None:
-    """Returns the settings of the adapters in a folder that verl wrote. None if there is no note, or its alpha is 0.
+    """Returns the settings of the adapters in a folder that verl wrote.
+
+    None if there is no note, or the note's alpha is 0.
 
     Raises CheckpointCorruptError if the note cannot be read or has no alpha.
     """
     for path in (folder / _LORA_META, folder.parent / _LORA_META):
         try:
             alpha = fields.get_number(fields.parse(read_small(path, limits.HF_JSON_BYTES)), "lora_alpha")
-            # verl's SFT trainer (0.9.1) writes 0 where its configuration does not say what alpha is.
+            # verl's SFT trainer (0.9.1) writes 0 if its configuration sets no alpha.
             return AdapterSettings(alpha) if alpha > 0 else None
         except FileNotFoundError:
             continue

@@ -1,4 +1,4 @@
-"""Converts random states from the form in which megatron's trainer and verl store them."""
+"""Converts random states that megatron's trainer or verl stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads shards from files without CRCs. The reader of every kind except native builds on it."""
+"""Reads shards from files without CRCs. The readers of all kinds except native build on this module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShardReader:
             shard that has it.
 
     Attributes:
-        copies: the names of tensors of the checkpoint that are left out because they are equal to other tensors.
+        copies: the names of the tensors that the reader leaves out because they are equal to other tensors.
     """
 
     weight_kind = MODEL
@@ -63,7 +63,7 @@ class ShardReader:
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:
-        """Returns a reader of the same checkpoint that leaves out the tensors `names`. They are equal to others."""
+        """Returns a reader of the checkpoint that leaves out the tensors `names`, which are equal to other tensors."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
         other = ShardReader(self.place, kept, self._shards)
         other.copies = (*self.copies, *names)
@@ -73,8 +73,7 @@ class ShardReader:
 def stored_shard(name: str, tensor: PtTensor, region: Region, number: int = 0, key: str = "") -> StoredShard:
     """Describes a tensor of a `.pt` file as the shard that holds `region` of the global tensor `name`.
 
-    The file may hold several such shards one after the other, all under one `key`. `number` says which of them is
-    meant.
+    The file may hold several shards of this tensor, all under one `key`. `number` is the shard's position among them.
 
     Raises UnsupportedError: the tensor is not stored row by row.
     """

@@ -1,4 +1,4 @@
-"""Finds step folders, whichever program wrote them, and the step in a folder's name."""
+"""Finds the step folders of this package and of other programs, and the step in a folder's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_ckpt.formats.verl_ranks.kind import RANK_DIR
 from mcore_ckpt.io.files import names_in
 
 _STEP_DIR = re.compile(r"(?:global_steps?_|iter_|checkpoint-)(\d{1,18})")
-# Megatron's folder of a converted model, which has no step.
+# The folder to which megatron writes a converted model, which has no step.
 _RELEASE = "release"
 _LEGACY_FILE = "model_optim_rng.pt"
 
@@ -36,7 +36,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of the folder, or of its nearest parent that has one; 0 if no name has a step.
+    """Returns the step in the name of the folder, or of its nearest parent whose name has a step; 0 if no name has one.
 
     Example:
         >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))

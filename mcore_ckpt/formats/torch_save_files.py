@@ -1,6 +1,6 @@
 """Finds the tensors in a file of `torch.save`, and where their bytes are in the file.
 
-`read_pt` reads no tensor's bytes, and it imports or executes nothing that the file names.
+`read_pt` reads no tensor's bytes, and neither imports nor executes anything that the file names.
 
 `torch.load(weights_only=True)` cannot load the files that FSDP training saves, because a `DTensor` contains a
 `DeviceMesh`, which needs process groups (torch 2.13). Here a `PickledObject` replaces each object of such a class, and
@@ -70,7 +70,7 @@ class PtDTensor:
     Attributes:
         local: the tensor that the rank stored.
         shape: the shape of the global tensor.
-        spec: what replaces the `DTensorSpec`, which has the mesh and the placements.
+        spec: the `PickledObject` that replaces the `DTensorSpec`; its fields have the mesh and the placements.
     """
 
     local: PtTensor
@@ -96,9 +96,9 @@ class PickledObject:
 
 
 def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
-    """Reads the object in a file of `torch.save`, with `PtTensor` and `PtDTensor` in place of its tensors.
+    """Reads the object in a file of `torch.save`, with a `PtTensor` or `PtDTensor` in place of each tensor.
 
-    A few other classes are allowed. A `PickledObject` replaces each object of these classes.
+    The pickle may name a few other classes, too: a `PickledObject` replaces each object of these classes.
 
     Args:
         start, nbytes: the first byte and the number of bytes of one archive, for a file that has several archives one
@@ -111,7 +111,7 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
             length = size - start if nbytes is None else nbytes
             if min(start, length) < 0 or start + length > size:
                 raise CheckpointCorruptError(
-                    f"{path}: has {size} bytes, but {length} were expected from byte {start} on: it was cut"
+                    f"{path}: has {size} bytes, but needs {length} bytes from byte {start} on: the file was cut"
                 )
             return _read(path, start, length, lambda at, count: read_exact(descriptor, count, start + at, path))
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     except CheckpointCorruptError:
         raise
     except ArchiveError as error:
-        raise CheckpointCorruptError(f"{path}: is not a file of torch.save, or was cut: {error}") from error
+        raise CheckpointCorruptError(f"{path}: was not written by torch.save, or was cut: {error}") from error
     except Exception as error:  # a damaged pickle can raise any type of error
         raise CheckpointCorruptError(f"{path}: cannot be read: {type(error).__name__}: {str(error)[:400]}") from error
 
@@ -206,7 +206,7 @@ _STAND_INS = {name: _stand_in(name) for name in _DTENSOR_CLASSES}
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Replaces `torch._tensor._rebuild_from_type_v2`, which makes a tensor that has attributes or is of a subclass."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
-        raise PickleError("the pickle has a tensor without a function that builds it")
+        raise PickleError("the pickle has a tensor, but no function that builds the tensor")
     made = function(*args)
     if kind is not _STAND_INS["DTensor"]:
         return made
@@ -219,7 +219,10 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 def _wrapper_shape(kind: Any, dtype: Any, shape: Any, *_: Any) -> Shape:
-    """Replaces `torch._utils._rebuild_wrapper_subclass`. Of its arguments only the shape is needed here."""
+    """Replaces `torch._utils._rebuild_wrapper_subclass`.
+
+    Returns the shape, because no other argument is needed here.
+    """
     return as_shape(shape)
 
 
@@ -236,6 +239,6 @@ _OTHERS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): Call(_first),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(_first),
     ("torch._utils", "_rebuild_wrapper_subclass"): Call(_wrapper_shape),
-    # transformer-engine's `_extra_state` is a BytesIO. Nothing here opens it.
+    # transformer-engine's `_extra_state` is a BytesIO. This module never opens one.
     ("_io", "BytesIO"): _stand_in("BytesIO"),
 }

@@ -357,5 +357,5 @@ def test_layers_of_different_dtypes_are_not_one_tensor(tmp_path: Path, capsys: p
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
     assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 1
-    assert "megatron stores both as one tensor" in capsys.readouterr().err
+    assert "megatron stores both parts as one tensor" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

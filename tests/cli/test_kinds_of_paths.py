@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "megatron/iter_0000010": ("a torch_dist checkpoint of Megatron", ("merge", "test --local_dir")),
     "verl": ("a folder of steps of another program (global_step_4", ("merge", "test --local_dir")),
     "verl/global_step_4/actor": ("a torch_dist checkpoint of Megatron", ("merge", "test --local_dir")),
-    "ranks": ("as verl wrote it", ("merge", "test --local_dir")),
+    "ranks": ("with a file for each rank", ("merge", "test --local_dir")),
     "fsdp": ("a folder of FSDP shards", ("merge", "test --local_dir")),
     "hf": ("a HuggingFace model", MODELS),
     "adapter": ("an adapter in PEFT's form", MODELS),

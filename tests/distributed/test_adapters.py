@@ -340,7 +340,7 @@ def test_what_does_not_fit_is_refused_by_all_and_changes_nothing(shared_path: Pa
         others = adapted_model(folder, shape, "CanonicalLoRA", target_modules=["linear_proj"])
         for model, words in (
             (fused, r"lora_A\.weight and .*lora_A\.weight differ.*CanonicalLoRA"),
-            (others, "has what the model does not have: .*gate_proj"),
+            (others, "has adapters that the model lacks: .*gate_proj"),
         ):
             before = [parameter.clone() for parameter in model[0].parameters()]
             error = error_of(lambda: load_hf(model, shared_path / "peft", base=folder))  # noqa: B023

@@ -383,9 +383,9 @@ def test_model_of_dp_reshardable_under_another_layout(shared_path: Path) -> None
 @pytest.mark.parametrize(
     ("saving", "loading", "patterns"),
     [
-        ("tp2", Layout(2), ("saved on tp=2", "this is tp=1, pp=1, ep=1")),
+        ("tp2", Layout(2), ("saved on tp=2", "this training has tp=1, pp=1, ep=1")),
         pytest.param(
-            *("tp2", Layout(2, pp=2), ("saved on tp=2", "this is tp=1, pp=2")),
+            *("tp2", Layout(2, pp=2), ("saved on tp=2", "this training has tp=1, pp=2")),
             marks=pytest.mark.full,
         ),
         ("pp2-vpp2", Layout(2, pp=2, num_layers=4), ("vpp=2", "vpp=1")),

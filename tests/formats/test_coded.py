@@ -171,7 +171,7 @@ def test_halves_of_any_bits_make_up_the_value(bits: list[int]) -> None:
 def test_a_model_without_the_upper_halves_is_damage(reader: NativeReader) -> None:
     files = [file for file in reader.manifest.files if file.path != "model/1.pt"]
     part = NativeReader(reader.folder, replace(reader.manifest, files=tuple(files)))
-    with pytest.raises(CheckpointCorruptError, match=r"optim/state.pt: .*\(param\): has the lower 16 bits"):
+    with pytest.raises(CheckpointCorruptError, match=r"optim/state.pt: .*\(param\): has only the lower 16 bits"):
         part.read([(ReadRange(stored(part, PARAM), Rows(0, 0, 1)), torch.zeros(1))])
 
 

@@ -90,7 +90,9 @@ def test_what_only_one_of_two_steps_has_is_not_missed(tmp_path: Path) -> None:
     (before / "merged").mkdir()
     assert what_is_missing(newest, [before, first]) is None
     (first / "merged").mkdir()
-    missing = "merged is missing, which global_step_2 and global_step_1 had: if you have put it there yourself, load"
+    missing = (
+        "merged is missing, but global_step_2 and global_step_1 had this file: if you put that file there yourself"
+    )
     assert missing in (what_is_missing(newest, [before, first]) or "")
 
 
@@ -103,9 +105,10 @@ def test_a_single_step_shows_what_the_trainer_is_known_to_write(
         (before / name).write_text("best so far")
     (newest / "eval.json").write_text("{}\n{}\n")
     assert what_is_missing(newest, [before], KNOWN) is None
-    assert "lacks notes.txt, which is in global_step_10: is it a file of yours?" in caplog.text
+    assert "lacks notes.txt, which is in global_step_10: if your trainer writes this file" in caplog.text
     remove(newest, "transfer_queue")
-    assert what_is_missing(newest, [before], KNOWN) == f"{newest}: transfer_queue is missing, which global_step_10 had"
+    missing = f"{newest}: transfer_queue is missing, but global_step_10 had this file"
+    assert what_is_missing(newest, [before], KNOWN) == missing
     remove(newest, "data_*.pt")
     assert "data_0.pt is missing" in (what_is_missing(newest, [before], KNOWN) or "")
 

@@ -255,7 +255,7 @@ def test_a_branch_that_has_moved_is_fetched_anew(used: HubServer, published: Pat
 def test_a_download_that_breaks_off_is_continued(used: HubServer, published: Path) -> None:
     used.cut_once["model.safetensors"] = 100_000
     if IS_OLD:  # newer ones ask again themselves
-        with pytest.raises(RemoteError, match="run again, what has arrived is kept"):
+        with pytest.raises(RemoteError, match="run again; the files that have arrived are kept"):
             find_folder(NAME, "all")
     assert_same_tensors(find_folder(NAME, "all"), published)
     assert used.downloaded.count("model.safetensors") == 2

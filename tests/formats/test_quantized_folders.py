@@ -206,17 +206,17 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
     [
         ("fp8", {}, {"quant_method": "awq"}, "quantization_config is 'awq'"),
         ("fp8", {f"{O_PROJ}_scale_inv": None}, {}, "o_proj.weight: .* no scales"),
-        ("fp8", {f"{O_PROJ}_scale_inv": torch.ones(3, 5)}, {}, "o_proj.weight: its shape .* do not fit together"),
-        ("fp8", {f"{O_PROJ}_scale_inv": torch.ones(0, 5)}, {}, "do not fit together"),
+        ("fp8", {f"{O_PROJ}_scale_inv": torch.ones(3, 5)}, {}, "o_proj.weight: has shape .* does not fit the blocks"),
+        ("fp8", {f"{O_PROJ}_scale_inv": torch.ones(0, 5)}, {}, "does not fit the blocks"),
         ("int4", {f"{O_PROJ}_zero_point": torch.ones(3, 5)}, {}, "o_proj.weight_zero_point: belongs to a form"),
         ("int4", {}, {"config_groups": {"a": {"weights": {"symmetric": False}}}}, "zero point"),
         (
             "int4",
             {},
             {"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}}},
-            "'3'.* bits cannot be read",
+            "'3'.* bits, but only integers",
         ),
-        ("mxfp4", {"model.layers.0.mlp.experts.down_proj_scales": torch.ones(4, 7, 2)}, {}, "do not fit together"),
+        ("mxfp4", {"model.layers.0.mlp.experts.down_proj_scales": torch.ones(4, 7, 2)}, {}, "does not fit the blocks"),
     ],
 )
 def test_what_cannot_be_dequantized_is_refused_by_name(
@@ -252,7 +252,7 @@ def test_without_a_size_of_blocks_they_have_that_of_transformers(tmp_path: Path)
         assert torch.equal(found.view(192, 64), published.fp8_values(quantized, (128, 128))[O_PROJ])
     for block in ([64, 64], [128, 32]):
         config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-        with pytest.raises(CheckpointMismatchError, match="do not fit together by the blocks"):
+        with pytest.raises(CheckpointMismatchError, match="does not fit the blocks"):
             StoredWeights(tmp_path, config, stored)
 
 

@@ -154,9 +154,9 @@ def test_a_generation_config_on_the_config_wins(source: Path, tmp_path: Path) ->
     [
         # As containers of OmegaConf, which json does not know.
         (UserDict({"eos_token_id": UserList([5, 3])}), None),
-        ({"dtype": torch.bfloat16}, "cannot hold the field dtype"),
-        ({"eos_token_id": torch.tensor(5)}, "cannot hold the field eos_token_id"),
-        ("/models/qwen/generation_config.json", "pass a GenerationConfig or a dict"),
+        ({"dtype": torch.bfloat16}, "cannot hold the value of dtype"),
+        ({"eos_token_id": torch.tensor(5)}, "cannot hold the value of eos_token_id"),
+        ("/models/qwen/generation_config.json", "set it to a GenerationConfig or a dict"),
     ],
 )
 def test_a_generation_config_is_written_or_refused_before_a_save(
@@ -176,7 +176,7 @@ def test_a_generation_config_is_written_or_refused_before_a_save(
 def test_what_json_cannot_hold_is_named(source: Path) -> None:
     config = loaded(source)
     config.of_trainer = object()  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"cannot hold the field of_trainer"):
+    with pytest.raises(UnsupportedError, match=r"cannot hold the value of of_trainer"):
         config_of(config)
 
 

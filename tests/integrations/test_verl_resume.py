@@ -107,7 +107,7 @@ def test_a_file_of_the_users_in_the_only_other_step_is_not_missed(
     assert why_not_whole(life.place(20)) is None
     assert "lacks notes.txt, which is in global_step_10" in caplog.text
     (tmp_path / "global_step_20/data.pt").unlink()
-    assert "data.pt is missing, which global_step_10 had" in (why_not_whole(life.place(20)) or "")
+    assert "data.pt is missing, but global_step_10 had this file" in (why_not_whole(life.place(20)) or "")
 
 
 def test_an_abandoned_step_is_the_last_to_go_back_to(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_bad_folders(tmp_path: Path) -> None:
         (lambda: torch.save({"b": "text"}, file), "b: wanted a tensor, found a str"),
         (lambda: torch.save({"b": torch.ones(1)}, file), "lacks lm_head.weight"),
         (lambda: torch.save([], file), "wanted a state dict"),
-        (lambda: file.write_bytes(b"not a zip"), "not a file of torch.save"),
+        (lambda: file.write_bytes(b"not a zip"), "was not written by torch.save"),
         (file.unlink, "missing"),
     )
     for edit, words in edits:

@@ -162,7 +162,7 @@ def test_values_without_a_scale_are_refused(value: float) -> None:
 def test_a_model_without_a_weight_to_quantize_is_refused() -> None:
     """Its config would say that it is quantized."""
     tensor = HfTensor("blocks.0.attn.qkv.weight", (4, 4), (Slab(0, "a", Region.whole((4, 4))),))
-    with pytest.raises(UnsupportedError, match=r"no weight has a name that is quantized .* without --quantize"):
+    with pytest.raises(UnsupportedError, match=r"no weight that block FP8 quantizes .* without --quantize"):
         plan_tensors([tensor], {"a": TensorInfo(torch.bfloat16, (4, 4))}, blocks=Fp8Blocks())
 
 

@@ -16,8 +16,8 @@ from mcore_ckpt.sharding.regions import Region
 # `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.
 _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.weight")
 
-# `lm_head.modules_to_save.default.weight`: a module that is trained as a whole. PEFT keeps the base model's weight as
-# `lm_head.original_module.weight`.
+# `lm_head.modules_to_save.default.weight`: a weight of a module that is trained as a whole. PEFT keeps the base model's
+# weight as `lm_head.original_module.weight`.
 _SAVED = re.compile(r"(.+)\.modules_to_save\.(?:(\w+)\.)?(\w+)")
 SAVED_MODULE, ORIGINAL_MODULE, BASE_LAYER = ".modules_to_save.", ".original_module.", ".base_layer."
 
@@ -41,9 +41,9 @@ def adapter_name_of(name: str) -> tuple[str, str] | None:
 def other_adapters(names: Sequence[str]) -> list[str]:
     """Returns the names of a file's tensors that come from PEFT, but not from LoRA, DoRA or `modules_to_save`.
 
-    There are too many kinds of adapters to list their names. Three habits of PEFT show them: it keeps the replaced
-    module of the base model (`base_layer`, `original_module`), it adds tensors outside of the model, and it puts the
-    name of the adapter into the names of its tensors.
+    There are too many kinds of adapters to list the names of their tensors. Three habits of PEFT show such tensors:
+    PEFT keeps the replaced module of the base model (`base_layer`, `original_module`), adds tensors outside of the
+    model, and puts the adapter's name into the names of the adapter's tensors.
 
     Example:
         >>> other_adapters(["a.base_layer.weight", "a.lora_A.default.weight", "a.oft_R.default.weight", "b.weight"])
@@ -76,15 +76,14 @@ def is_peft_adapter(name: str) -> bool:
 
 
 def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
-    """Returns the wanted tensors, each with its adapter if it has one.
+    """Returns the wanted tensors, each with its adapter if there is one.
 
-    `tensors` are all tensors of the reader from `open_fsdp`. An adapter of rank r is scaled by alpha / r.
+    `tensors` are all tensors that the reader from `open_fsdp` lists. An adapter of rank r is scaled by alpha / r.
 
     Raises CheckpointMismatchError: an adapter is incomplete, or fits none of the wanted tensors.
     """
     found = _low_ranks(tensors, alpha)
-    # Adapters are named after the tensors of the source. The tables of some architectures spell these names in another
-    # way.
+    # Adapters are named after the reader's tensors. The tables of some architectures spell these names in another way.
     own = {tensor.name: tensor.slabs[0].mcore for tensor in wanted}
     shapes = {own[tensor.name]: tensor.shape for tensor in wanted}
     for name, low_rank in found.items():
@@ -97,8 +96,8 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
     saved = saved_modules(tensors)
     if lost := sorted(saved.keys() - {*own.values()}):
         raise CheckpointMismatchError(
-            f"there is a trained {lost[0]} (modules_to_save), but the checkpoint lacks the base model's tensor "
-            "of this name: save the whole model"
+            f"the training replaced {lost[0]} (modules_to_save), but the checkpoint lacks the base model's tensor of "
+            "this name: save the whole model"
         )
     return [
         replace(saved[own[tensor.name]], name=tensor.name)
@@ -115,7 +114,7 @@ def saved_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, HfTensor]:
 
 
 def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
-    """Lists the weights that have adapters, even if the checkpoint lacks the weights themselves.
+    """Lists the weights that have adapters, including weights that the checkpoint itself lacks.
 
     Raises CheckpointMismatchError: an adapter is incomplete.
     """
@@ -154,7 +153,7 @@ def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
 
 
 def _names_of_adapters(names: Iterable[str]) -> set[str]:
-    """Returns PEFT's names of the adapters that a file's tensors belong to: usually {"default"}."""
+    """Returns the names that PEFT gave to the adapters in a file: usually {"default"}."""
     return {found[1] for found in map(adapter_name_of, names) if found is not None}
 
 
@@ -163,5 +162,5 @@ def check_one_adapter(names: Iterable[str], path: Path, advice: str) -> None:
     sets = _names_of_adapters(names)
     if len(sets) > 1:
         raise UnsupportedError(
-            f"{path}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: {advice}"
+            f"{path}: has several sets of adapters ({', '.join(sorted(sets))}), but only one is supported: {advice}"
         )

@@ -20,7 +20,8 @@ class DTensorPlacement:
     Attributes:
         mesh: the number of ranks along each axis of the mesh.
         ranks: the ranks of the mesh, row-major.
-        axes: for each axis of the mesh, the axis of the tensor that it cuts; None if it replicates the tensor.
+        axes: for each axis of the mesh, the axis of the tensor that the mesh axis cuts; None if the mesh axis
+            replicates the tensor.
     """
 
     mesh: Shape
@@ -30,9 +31,9 @@ class DTensorPlacement:
     def region(self, shape: Shape, rank: int) -> Region:
         """Returns the region that a rank of the mesh has of a tensor of global `shape`.
 
-        It follows `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last chunks can be
-        shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the mesh cuts the
-        chunks of the first.
+        The result agrees with `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last
+        chunks can be shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the
+        mesh cuts the chunks that the first one makes.
 
         Example:
             >>> DTensorPlacement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset
@@ -92,7 +93,8 @@ def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
 def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
     """Returns the shape of a mesh and its ranks.
 
-    Since torch 2.9 a mesh is a layout (lengths and strides) over a list of ranks. Earlier it was a tensor of ranks.
+    Since torch 2.9, a mesh is a layout (lengths and strides) over a list of ranks. Before 2.9, a mesh was a tensor of
+    ranks.
     """
     ranks = mesh.fields.get("mesh")
     if isinstance(ranks, PtTensor):
@@ -103,7 +105,7 @@ def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
     numbers = read_integers(of_layout)
     try:
         layout_axes = list(_layout_axes(layout))
-        # Check this before the loops below run over all places, because a damaged mesh can have any lengths.
+        # Check the number of places before the loops below run over them, because a damaged mesh can have any lengths.
         if prod(length for lengths, _ in layout_axes for length in lengths) > len(numbers):
             raise IndexError(f"more ranks than {len(numbers)}")
         axes = [list(_offsets(*axis)) for axis in layout_axes]

@@ -17,7 +17,7 @@ FSDP_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class Fsdp(CheckpointKind):
-    """A file of DTensors for each rank, as verl saves a model under FSDP."""
+    """A folder with a file of DTensors for each rank, as verl saves a model under FSDP."""
 
     name = "fsdp"
     what = "a folder of FSDP shards"

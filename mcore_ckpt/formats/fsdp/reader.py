@@ -50,7 +50,8 @@ _ROOT = "model"
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-# Names that show an adapter that is neither LoRA nor DoRA, even in a file without the base model's tensors.
+# Tensor names of adapters that are neither LoRA nor DoRA. These names show such an adapter even in a file without the
+# base model's tensors.
 _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 
 _MOST_RANKS = 1_000_000
@@ -70,10 +71,12 @@ class _Found:
 
 
 def open_fsdp(folder: Path) -> ShardReader:
-    """Opens `model_world_size_{W}_rank_{r}.pt`. The reader lists HuggingFace names in the order of rank 0's file.
+    """Opens `model_world_size_{W}_rank_{r}.pt`.
+
+    The reader lists tensors by HuggingFace names, in the order of rank 0's file.
 
     Raises:
-        CheckpointNotFoundError: the folder has no such files.
+        CheckpointNotFoundError: the folder has no FSDP shards.
         CheckpointCorruptError: a rank's file is missing or damaged, or the ranks' files do not fit together.
         UnsupportedError: the model has placements that cannot be read, unmerged adapters that are neither LoRA nor
             DoRA, or several sets of adapters.
@@ -86,7 +89,7 @@ def open_fsdp(folder: Path) -> ShardReader:
         _check_same(paths[0], first, path, found)
         for name, tensor in found.items():
             region = _region(path, name, tensor, rank)
-            # Keep the first of several replicas of a region, and one empty shard of a tensor without elements.
+            # Keep only the first replica of each region, and one empty shard of a tensor without elements.
             if region.numel or 0 in tensor.shape:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
@@ -97,8 +100,9 @@ def open_fsdp(folder: Path) -> ShardReader:
 def read_copied_model(config: HfConfig) -> HfModel:
     """Describes the model of a config, as `model_from_config` does, but accepts an architecture without a table.
 
-    FSDP shards already are HuggingFace's tensors, so the table is not needed. Without a table only the facts in the
-    config are known: whether the embeddings are tied, and whether the model is a value model.
+    FSDP shards already are HuggingFace's tensors, so no table is needed to read them. For an architecture without a
+    table, the only known facts are those in the config: whether the embeddings are tied, and whether the model is a
+    value model.
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
@@ -128,9 +132,9 @@ def read_copied_model(config: HfConfig) -> HfModel:
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTensor], tuple[LeftOut, ...]]:
     """Lists the tensors to export, in the reader's order, with unchanged values and the names that files use.
 
-    The list has no ignored tensors, no tied head and no adapters. The second result says which weights the list leaves
-    out. If the architecture of `model` (from `read_copied_model`) has a table, the tensors must have its names and
-    shapes.
+    The list contains neither ignored tensors nor a tied head nor adapters. The second result tells which weights are
+    not in the list. If the architecture of `model` (from `read_copied_model`) has a table, the tensors must have the
+    table's names and shapes.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
@@ -163,7 +167,7 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTenso
 def _name_in_files(name: str, table: Table) -> str:
     """Returns the name that `save_pretrained` gives a tensor.
 
-    The names of Nemotron-H begin with "backbone" in files, but with "model" in the memory of transformers 5
+    The names of Nemotron-H's tensors begin with "backbone" in files, but with "model" in transformers 5 itself
     (`conversion_mapping.py`).
     """
     root = table.hf.partition(".")[0]
@@ -183,8 +187,8 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo], copies: Contai
 
 
 def _check_tied(reader: CheckpointReader, head: str, embedding: str, field: str) -> None:
-    # A tied model's state dict has the embedding under both names. The head is left out, so it must equal the
-    # embedding.
+    # A tied model's state dict has the embedding under both names. The export leaves out the head, so the head must
+    # equal the embedding.
     if not same_bytes(reader, head, embedding):
         raise CheckpointMismatchError(
             f"config.json declares tied embeddings ({field}), but {head} differs from "
@@ -199,12 +203,12 @@ def _rank_files(folder: Path) -> list[Path]:
         if match := FSDP_FILE.fullmatch(path.name):
             found.setdefault(int(match[1]), {})[int(match[2])] = path
     if not found:
-        raise CheckpointNotFoundError(f"{folder}: has no model_world_size_*_rank_*.pt: not a checkpoint of FSDP")
+        raise CheckpointNotFoundError(f"{folder}: has no model_world_size_*_rank_*.pt, so it is not an FSDP checkpoint")
     configured = _configured_world_size(folder / _CONFIG_FILE)
     if configured is None and len(found) > 1:
         raise CheckpointCorruptError(
-            f"{folder}: has files of world sizes {sorted(found)}, but no {_CONFIG_FILE} that names the one to read: "
-            "move the older checkpoint's files to another folder"
+            f"{folder}: has files of world sizes {sorted(found)}, but no {_CONFIG_FILE} that says which world size to "
+            "read: move the older checkpoint's files to another folder"
         )
     world = configured if configured is not None else next(iter(found))
     ranks = found.get(world, {})
@@ -213,13 +217,13 @@ def _rank_files(folder: Path) -> list[Path]:
         described = ", ".join(f"{len(each)} files of world size {size}" for size, each in sorted(found.items()))
         raise CheckpointCorruptError(
             f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
-            f"{missing[:8]} of {world} are missing; found {described}. If other nodes' disks have the missing "
-            "files, copy these here"
+            f"{missing[:8]} of {world} are missing; found {described}. If the missing files are on other nodes' disks, "
+            "copy them here"
         )
     if max(ranks) >= world:
         raise CheckpointCorruptError(
-            f"{folder}: has model_world_size_{world}_rank_{max(ranks)}.pt, but a world of {world} has no such rank: "
-            "move the file to another folder"
+            f"{folder}: has model_world_size_{world}_rank_{max(ranks)}.pt, but a world of {world} has no such "
+            "rank: move the file to another folder"
         )
     return [ranks[rank] for rank in range(world)]
 
@@ -251,7 +255,8 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
             placement = placement_of(value, name)
             if rank not in placement.ranks:
                 raise CheckpointCorruptError(
-                    f"{path}: tensor {name}: its mesh has the ranks {placement.ranks}, but not rank {rank}"
+                    f"{path}: tensor {name}: the tensor's mesh has the ranks {placement.ranks}, but not rank {rank}, "
+                    "which saved this file"
                 )
             found[name] = _Found(value.local.dtype, value.shape, placement, value.local)
         else:
@@ -299,7 +304,7 @@ def _region(path: Path, name: str, tensor: _Found, rank: int) -> Region:
     region = tensor.placement.region(tensor.shape, rank)
     if region.local_shape != tensor.local.shape:
         raise CheckpointCorruptError(
-            f"{path}: tensor {name}: rank {rank} has {list(tensor.local.shape)}, but by its placement it must have "
+            f"{path}: tensor {name}: rank {rank} has {list(tensor.local.shape)}, but the tensor's placement requires "
             f"{list(region.local_shape)} of {list(tensor.shape)}"
         )
     return region

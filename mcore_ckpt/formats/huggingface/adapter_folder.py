@@ -1,9 +1,10 @@
 """Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`.
 
-The folder also has the weights that were trained in full (embedding, head, norms, routers). A module whose tensors are
-all among them is one of `modules_to_save`. Other weights have the base model's names, and PEFT reads them into the base
-model. The optimizer's state and the manifest (`adapters.trained`) show which weights were trained. PEFT has no place
-for trained experts, biases of adapted layers and multi-token prediction, so an adapter that would lose them is refused.
+The folder also has the weights that were trained in full (embedding, head, norms, routers). A module whose tensors were
+all trained in full is listed in `modules_to_save`. Other weights that were trained in full have the base model's names,
+and PEFT reads them into the base model. The optimizer's state and the manifest (`adapters.trained`) show which weights
+were trained. PEFT has no place for trained experts, for biases of adapted layers, and for multi-token prediction, so an
+adapter with such weights is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ALL_IN_ONE = 1 << 62
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The planned folder of an adapter: its only file of weights, and its `adapter_config.json`."""
+    """The planned folder of an adapter: the plan of its only file of weights, and its `adapter_config.json`."""
 
     plan: ExportPlan
     config: Mapping[str, Any]
@@ -53,13 +54,13 @@ def plan_adapter_folder(
     """Plans the folder of an adapter.
 
     Args:
-        adapted: HuggingFace tensors with the adapters of their slabs (`models.peft_adapters.with_adapters`).
+        adapted: the HuggingFace tensors, whose slabs have their adapters (`models.peft_adapters.with_adapters`).
         tensors: the tensors of the source by name.
         dtype: the dtype to write; None keeps the stored dtypes.
         base: the name or folder of the base model, for `adapter_config.json`.
         beside: the weights that were trained in full.
 
-    Raises UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
+    Raises UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store the adapter's dtype.
     """
     beside = beside or FullyTrained()
     plan = plan_tensors([*peft_tensors(adapted), *beside.tensors], tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)

@@ -39,7 +39,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
-    # Other initializations change the base model's weights. PiSSA and OLoRA, for example, subtract the initial adapter.
+    # Other initializations change the base model's weights: PiSSA and OLoRA, for example, subtract the initial adapter.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
         (
@@ -59,17 +59,17 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderContents:
-    """Reads the configuration and the header of an adapter, and the configuration of its base model.
+    """Reads an adapter's configuration and header, and the configuration of the base model.
 
     Args:
         folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-        base: the folder with the `config.json` of the base model. None: the adapter's folder if it has a `config.json`,
-            otherwise the folder that `adapter_config.json` names as `base_model_name_or_path`.
+        base: the folder with the `config.json` of the base model. None: the adapter's folder if that folder has a
+            `config.json`, otherwise the folder that `adapter_config.json` names as `base_model_name_or_path`.
 
     Raises:
         CheckpointNotFoundError: there is no `config.json` of the base model.
         CheckpointCorruptError: a file is missing or damaged.
-        UnsupportedError: the folder has anything but LoRA or DoRA adapters of linear layers.
+        UnsupportedError: the adapter is not a LoRA or DoRA adapter of linear layers.
     """
     path = folder / ADAPTER_CONFIG_FILE
     try:
@@ -78,17 +78,20 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
     for name, allowed in _ALLOWED.items():
         if name in adapter and adapter[name] not in allowed:
-            raise UnsupportedError(f"{path}: {name} is {fields.shown(adapter[name])}, which is not supported")
+            raise UnsupportedError(f"{path}: {name} is {fields.shown(adapter[name])}, but this value is not supported")
     tensors = read_file(folder / ADAPTER_FILE)
     names = (tensor.name for tensor in tensors)
-    check_one_adapter(names, folder / ADAPTER_FILE, "save each in a folder of its own")
+    check_one_adapter(names, folder / ADAPTER_FILE, "save each set in its own folder")
     stored = {tensor.name: tensor for tensor in map(_with_plain_name, tensors)}
     size = (folder / ADAPTER_FILE).stat().st_size
     return FolderContents(folder, _base_config(folder, adapter, base), stored, {ADAPTER_FILE: size}, adapter)
 
 
 def _with_plain_name(tensor: HfStored) -> HfStored:
-    """Removes PEFT's name of the adapter from a tensor's name. In files of other programs, names can contain it."""
+    """Removes the adapter's name, such as "default", from a tensor's name.
+
+    Files of other programs can have such names.
+    """
     found = adapter_name_of(tensor.name)
     return tensor if found is None else replace(tensor, name=found[0])
 
@@ -96,13 +99,14 @@ def _with_plain_name(tensor: HfStored) -> HfStored:
 def _base_config(folder: Path, adapter: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
     named = adapter.get("base_model_name_or_path")
     if base is None and not (folder / CONFIG_FILE).is_file() and isinstance(named, str) and named:
-        # A model on the hub is downloaded only if the caller names it: a folder must not choose what is fetched.
+        # A model on the hub is downloaded only if the caller names the model, because a folder's contents must not
+        # cause a download.
         base = Path(named)
     found = folder if base is None else base
     if not (found / CONFIG_FILE).is_file():
         raise CheckpointNotFoundError(
-            f"{found / CONFIG_FILE}: missing, so the architecture of the adapter's base model is not known: set base= "
-            "to a folder that has this file, or to the name of a model on the hub"
+            f"{found / CONFIG_FILE}: is missing, so the architecture of the adapter's base model is not known: set "
+            "base= to a folder that has this file, or to the name of a model on the hub"
         )
     return without_quantization(read_config(found))  # adapters are not quantized
 
@@ -119,7 +123,9 @@ def effective_alpha(adapter: Mapping[str, Any], path: Path) -> float:
     if not adapter.get("use_rslora"):
         return alpha
     if adapter.get("rank_pattern"):
-        raise UnsupportedError(f"{path / ADAPTER_CONFIG_FILE}: use_rslora with a rank_pattern is not supported")
+        raise UnsupportedError(
+            f"{path / ADAPTER_CONFIG_FILE}: has use_rslora and a rank_pattern, but these are not supported together"
+        )
     return alpha * math.sqrt(rank)
 
 
@@ -127,7 +133,7 @@ class AdapterReader(HuggingFaceReader):
     """Reads an adapter in PEFT's form under the names of Megatron-Bridge's adapters.
 
     Megatron's adapter of a fused layer has one A for several HuggingFace layers. The folder has a copy of A for each of
-    them.
+    these layers.
 
     Args:
         adapters: the global shapes of all tensors of the model's adapters, by name.
@@ -158,7 +164,7 @@ class AdapterReader(HuggingFaceReader):
         beside = [replace(own[name], name=name) for name in found if name in own and not self.model.ignores(name)]
         written = wanted | {tensor.name for tensor in beside}
         reasons = [matching(IGNORED, self.model.ignored)]
-        unknown = partial(self._other_layers, "has what the model does not have:")
+        unknown = partial(self._other_layers, "has adapters that the model lacks:")
         self._left_out = account(sorted(found), written, reasons, unknown)
         return [*tensors, *beside]
 
@@ -169,7 +175,7 @@ class AdapterReader(HuggingFaceReader):
         )
 
     def check_left_out(self) -> None:
-        """Checks that copies of one Megatron tensor are equal, and that tensors without a place in Megatron are zero.
+        """Checks that all copies of a Megatron tensor are equal, and that tensors without a place in Megatron are zero.
 
         Raises CheckpointMismatchError: copies differ or a tensor is not zero, so the model cannot hold the values.
         """
@@ -179,6 +185,6 @@ class AdapterReader(HuggingFaceReader):
             for copy in copies:
                 if not same_bytes(stored, first, copy):
                     raise CheckpointMismatchError(
-                        f"{self.place / ADAPTER_FILE}: {first} and {copy} differ, but the model has one {name} for "
-                        "both: wrap the model with CanonicalLoRA"
+                        f"{self.place / ADAPTER_FILE}: {first} and {copy} differ, but the model has only one tensor "
+                        f"{name} for both: wrap the model with CanonicalLoRA"
                     )

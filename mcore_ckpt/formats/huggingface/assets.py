@@ -43,8 +43,8 @@ TOKENIZER = Unwanted(
         *("tokenizer.json", "vocab*", "merges*.txt", "*.tiktoken", "added_tokens.json", _SPECIAL_TOKENS_FILE),
         *("*.model", "*.model.v*", "tekken.json"),
     ),
-    "They are other forms of the tokenizer, without the tokens that the trainer has added. They are left out if the "
-    "trainer has added any.",
+    "These files are other forms of the tokenizer, without tokens that the trainer has added. They are left out if "
+    "the trainer has added tokens.",
 )
 
 SourceFiles = MutableMapping[str, bytes]
@@ -59,14 +59,14 @@ def save_assets(
 
     `config.json` and the files of the tokenizer or processor come from the given objects. All other files are copied
     from the folder that these objects were loaded from. `generation_config.json` is copied, too, unless `hf_config` has
-    a `generation_config`. When this function returns, the files are durable, but their names are not.
+    a `generation_config`. When this function returns, the files are durable, but their directory entries are not.
 
     Args:
-        folder: the folder to write into. It is created if it is missing.
+        folder: the folder to write into, which is created if it is missing.
         hf_config: a transformers PretrainedConfig, or None.
         processing_class: a transformers tokenizer or processor, or None.
-        source: the files of the source. This function fills the mapping if it is empty.
-        is_export: True if weights that are not quantized are written into the same folder.
+        source: the files of the source. If the mapping is empty, this function fills it.
+        is_export: True if the same save writes weights that are not quantized into `folder`.
 
     Returns:
         The paths of all files written.
@@ -76,8 +76,8 @@ def save_assets(
     make_folder(folder)
     if not source:
         _read_source(hf_config, processing_class, folder, source)
-    # save_pretrained does not report all files that it writes, and other ranks write weights into the same folder.
-    # Therefore it writes into a temporary folder, in which every file is an asset.
+    # save_pretrained does not report all files that it writes, and other ranks write weights into `folder`. Therefore
+    # save_pretrained writes into a temporary folder, in which every file is an asset.
     with tempfile.TemporaryDirectory(prefix=".assets-", dir=folder) as own:
         _save_objects(Path(own), hf_config, processing_class, source)
         tokenizer = Path(own, TOKENIZER_CONFIG_FILE)
@@ -105,36 +105,40 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
 
 
 def _generation_text(hf_config: Any) -> str | None:
-    """Returns `hf_config.generation_config` as text; None if it is not set, or has only `save_pretrained`.
+    """Returns `hf_config.generation_config` as text; None if the field is not set, or has only `save_pretrained`.
 
-    Raises UnsupportedError if JSON cannot express it.
+    Raises UnsupportedError if JSON cannot express the field.
     """
     where = "hf_config.generation_config"
     generation = getattr(hf_config, "generation_config", None)
     if generation is None:
         return None
     try:
-        # save_pretrained would refuse values that generate() only warns about, and then the whole save would fail.
+        # Do not use save_pretrained here: it refuses values that generate() only warns about, and the whole save would
+        # fail.
         if hasattr(generation, "to_json_string"):
             return str(generation.to_json_string())
         if hasattr(generation, "save_pretrained"):
             return None
         fields = field_checks.plain(generation, where)
         if not isinstance(fields, dict):
-            raise UnsupportedError(f"{where} is {generation!r:.200}: pass a GenerationConfig or a dict")
+            raise UnsupportedError(f"{where} is {generation!r:.200}: set it to a GenerationConfig or a dict")
         if bad := [str(name) for name, value in fields.items() if not _is_json(value)]:
             raise UnsupportedError(
-                f"{where}: {GENERATION_CONFIG_FILE} cannot hold the field {', '.join(bad)}: set it to a plain value"
+                f"{where}: {GENERATION_CONFIG_FILE} cannot hold the value of {', '.join(bad)}: set the field to a "
+                "plain value"
             )
         return json.dumps(fields, indent=2) + "\n"
     except UnsupportedError:
         raise
     except (TypeError, ValueError) as error:
-        raise UnsupportedError(f"{where}: {GENERATION_CONFIG_FILE} cannot hold it: {error}") from None
+        raise UnsupportedError(f"{where}: {GENERATION_CONFIG_FILE} cannot hold this value: {error}") from None
 
 
 def check_assets(hf_config: Any) -> None:
-    """Checks that `save_assets` can write a config, so that no save fails because of it. `hf_config` can be None.
+    """Checks in advance that `save_assets` can write a config, so that no save fails because of the config.
+
+    `hf_config` can be None.
 
     Raises UnsupportedError, which names the field, if JSON cannot express a value.
     """
@@ -146,7 +150,7 @@ def check_assets(hf_config: Any) -> None:
 def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any]:
     """Returns the fields of the source's `config.json` that transformers has dropped.
 
-    Fields that transformers knows under another name are left out, because `hf_config` may have other values for them.
+    Fields that transformers keeps under another name are left out, because `hf_config` may have other values for them.
     """
     try:
         published = json_bounds.loads(source.get(CONFIG_FILE, b"{}"))
@@ -161,8 +165,8 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     }
 
 
-# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map` names code, which a trainer may leave
-# out on purpose.
+# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map` names files of code, and a trainer
+# may leave these out on purpose.
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 
@@ -174,12 +178,15 @@ def _read_source(hf_config: Any, processing_class: Any, destination: Path, files
         files.update(side_files(folder, destination=destination, is_strict=False))
         for each in find_side_files(folder, destination=destination).left_out:
             logger.info("%s: %s", folder, each.text)
-    except OSError as error:  # a save must not be lost because a folder cannot be listed
-        logger.warning("%s: some files beside the weights are left out: %s", folder, error)
+    except OSError as error:  # a folder that cannot be listed must not fail the save
+        logger.warning("%s: saves leave out some of these files beside the weights: %s", folder, error)
 
 
 def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
-    """Returns the folder that the objects were loaded from; None if it is gone, or the objects name none."""
+    """Returns the folder that the objects were loaded from
+
+    None if the folder is gone, or the objects name no folder.
+    """
     for loaded in (hf_config, processing_class, getattr(processing_class, "tokenizer", None)):
         name = getattr(loaded, "name_or_path", None)
         if not isinstance(name, str) or not name:
@@ -187,7 +194,7 @@ def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
         commit = getattr(loaded, "_commit_hash", None) or getattr(loaded, "init_kwargs", {}).get("_commit_hash")
         path = Path(name)
         folder = path.parent if path.is_file() else path if path.is_dir() else cached_folder(name, commit)
-        # The objects can name any folder, and most folders hold no model.
+        # The objects can name any folder, even one without a model.
         if folder is not None and any((folder / file).is_file() for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE)):
             return folder
     return None
@@ -216,7 +223,7 @@ def _has_new_tokens(processing_class: Any, source: Mapping[str, bytes]) -> bool:
 
 
 def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
-    """Returns False for a file of special tokens if the tokenizer has other special tokens now."""
+    """Returns False for a file of special tokens if the tokenizer's special tokens have changed."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     live = getattr(tokenizer, "special_tokens_map", None)
     if name != _SPECIAL_TOKENS_FILE or not isinstance(live, Mapping):
@@ -228,7 +235,7 @@ def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
 
 def _move(path: Path, target: Path) -> Path:
     make_folder(target.parent)
-    # transformers creates files with all permissions that the umask allows.
+    # transformers gives files all permissions that the umask allows.
     path.chmod(mode_in(target.parent, stat.S_IMODE(path.stat().st_mode) & FOLDER_MODE))
     sync_file(path)
     os.replace(path, target)
@@ -239,9 +246,9 @@ def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
     """Rewrites a `tokenizer_config.json` of transformers 5 so that transformers 4 can read it, too.
 
     A file of transformers 4 stays as it is, because transformers 5 can read it. AutoTokenizer of 4.57 fails on a file
-    of transformers 5, because 4.57 has no class TokenizersBackend and expects extra_special_tokens to be a mapping. In
-    transformers 5 PreTrainedTokenizerFast is another name of TokenizersBackend (tokenization_utils_tokenizers, 5.23),
-    and the list of extra_special_tokens is also read from additional_special_tokens
+    of transformers 5, because 4.57 has no class TokenizersBackend and expects extra_special_tokens to be a mapping.
+    transformers 5 knows TokenizersBackend also as PreTrainedTokenizerFast (tokenization_utils_tokenizers, 5.23), and
+    also reads the list of extra_special_tokens from additional_special_tokens
     (PreTrainedTokenizerBase._from_pretrained).
     """
     readable = dict(config)
@@ -293,7 +300,7 @@ def config_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _without_generation(hf_config: Any) -> Any:
-    """Returns the config without `generation_config`, which frameworks add to it. Another file has that field."""
+    """Returns the config without the field `generation_config`, which frameworks add, and which another file stores."""
     if getattr(hf_config, "generation_config", None) is None:
         return hf_config
     plain = copy.copy(hf_config)
@@ -309,8 +316,8 @@ def _check_json(hf_config: Any) -> None:
     except TypeError as error:
         fields = [name for name, value in plain.to_dict().items() if not _is_json(value)]
         raise UnsupportedError(
-            f"hf_config: config.json cannot hold the field {', '.join(fields) or '?'} ({error}): delete it from "
-            "hf_config, or set it to plain values"
+            f"hf_config: config.json cannot hold the value of {', '.join(fields) or '?'} ({error}): delete the field "
+            "from hf_config, or set it to plain values"
         ) from None
 
 

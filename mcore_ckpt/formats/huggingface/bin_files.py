@@ -42,7 +42,7 @@ def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
     found = {name: shard for file in files for name, shard in _read_bin(folder / file)}
     if missing := sorted(where.keys() - found.keys()):
         raise CheckpointCorruptError(
-            f"{folder / where[missing[0]]}: lacks {missing[0]}, which {_INDEX} places in this file: copy the file again"
+            f"{folder / where[missing[0]]}: lacks {missing[0]}, which {_INDEX} lists for this file: copy the file again"
         )
     return found
 

@@ -1,8 +1,8 @@
 """Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary.
 
-A slab may have a change of values or an adapter. For an adapter, whole rows of the weight, the same rows of B, and all
-of A are read. The sum is computed in fp32, some rows at a time, and rounded once. If the checkpoint has no base model,
-`JoinedReader` takes the weights from the folder of the base model.
+A slab may need a change of values, or may have an adapter. For an adapter, whole rows of the weight, the same rows of
+B, and all of A are read. The sum is computed in fp32, some rows at a time, and rounded once. If the checkpoint has no
+base model, `JoinedReader` takes the weights from the folder of the base model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 20
 
 
 class Elements(NamedTuple):
-    """The elements of a tensor, from element `first` on, that fill the flat `memory`. It has the tensor's dtype."""
+    """The elements of a tensor, from element `first` on, that fill `memory`, a flat tensor of the same dtype."""
 
     tensor: FileTensor
     first: int
@@ -38,14 +38,14 @@ class Elements(NamedTuple):
 
 
 class Scratch:
-    """Host memory for elements that are converted before they are written; each batch reuses it."""
+    """Host memory for elements that are converted before they are written; all batches use the same memory."""
 
     def __init__(self) -> None:
         self._memory = HostMemory()
 
     def reserve(self, nbytes: Iterable[int]) -> list[torch.Tensor]:
         sizes = list(nbytes)
-        # Each memory begins at a multiple of 16 bytes, so that it is aligned for any dtype.
+        # Each piece of memory begins at a multiple of 16 bytes, so that it is aligned for any dtype.
         *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
         if not end:
             return []
@@ -57,8 +57,8 @@ class Scratch:
 class _Change:
     """Elements `[start, stop)` of a slab that are read into scratch memory, converted, and copied to `memory`.
 
-    A slab with a `change` of values is read whole. Of a slab with an adapter, whole rows are read, and what the adapter
-    adds to these rows.
+    A slab with a `change` of values is read whole. For a slab with an adapter, whole rows are read, together with the
+    parts of the adapter that change these rows.
     """
 
     slab: Slab
@@ -77,7 +77,7 @@ class _Change:
         return self.start // columns * columns, -(-self.stop // columns) * columns
 
     def parts(self) -> list[tuple[str, Region]]:
-        """Returns names and regions of the tensors to read: the weight, and the adapter's A, B and magnitudes."""
+        """Returns the names and regions to read: of the weight, and of the adapter's A, B and magnitudes."""
         first, last = self._first_and_last
         parts = [(self.slab.mcore, _part(self.slab.region, first, last))]
         if (adapter := self.slab.low_rank) is not None:
@@ -113,11 +113,11 @@ class _Change:
                 first += rows.numel()
 
     def _refuse_overflow(self, memory: torch.Tensor, values: torch.Tensor) -> None:
-        """Refuses weights that become infinite in a narrower dtype (float16 ends at 65,504) and so give NaN logits."""
+        """Refuses weights that would be infinite in a narrower dtype (float16 ends at 65,504) and make logits NaN."""
         dtype = memory.dtype
         if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
             return
-        # Compare some elements at a time, because the masks need memory, too.
+        # Compare a limited number of elements at a time, because the masks need memory, too.
         for found, wanted in zip(memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
             lost = found.isinf() & wanted.isfinite()
             if lost.any():
@@ -130,7 +130,9 @@ class _Change:
 def _adapted(
     adapter: LowRank, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None = None
 ) -> Iterator[torch.Tensor]:
-    """Yields the adapted weight, some rows at a time, in fp32 or wider. It is rounded only when it is written.
+    """Yields the adapted weight, some rows at a time, in fp32 or wider.
+
+    The caller rounds the values once, when it copies them.
 
     All rows at once would need several times the memory of the weight.
     """
@@ -181,14 +183,14 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
 
 def _dtype_of(reader: CheckpointReader, name: str) -> torch.dtype:
     info = reader.info(ShardKey(name, reader.weight_kind))
-    assert info is not None, "a plan has only tensors of the reader"
+    assert info is not None, "a plan contains only tensors of the reader"
     return info.dtype
 
 
 def _fill_quantized(
     reader: CheckpointReader, tensor: HfTensor, part: QuantizedPart, first: int, memory: torch.Tensor
 ) -> None:
-    """Fills memory with codes or scales, from element `first` on. Reads whole rows of blocks, a few at a time."""
+    """Fills memory with codes or scales, from element `first` on. Reads whole rows of blocks, a few rows at a time."""
     (rows, columns), height = tensor.shape, part.blocks.block[0]
     in_block_row = part.blocks.grid(tensor.shape)[1] if part.is_scales else height * columns
     step = max(1, tuning.SCATTER_BYTES // (height * columns * part.source.itemsize))

@@ -1,11 +1,11 @@
 """Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes.
 
-Only the vocabulary rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
-`config.json` says, the export has a row for each token, and its `config.json` states the number of tokens
-(`reconcile.with_tokens`). The checkpoint's own tokenizer counts even if `--hf_model_path` names another folder. A
-tokenizer with more tokens than the embedding has rows is refused, because it is then unknown which rows belong to
-tokens. `plan_tensors` checks every planned tensor against its source's shape, so no other rows are cut, not even rows
-of weights that were trained in full next to adapters.
+In a vocabulary, only the rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
+`config.json` says, the export has a row for each token, and the exported `config.json` states the number of tokens
+(`reconcile.with_tokens`). The checkpoint's own tokenizer decides this, even if `--hf_model_path` names another folder.
+A tokenizer with more tokens than the embedding has rows is refused, because it is then unknown which rows belong to
+tokens. `plan_tensors` compares the shape of every planned tensor with that of its source, so no other rows can be lost,
+not even rows of weights that were trained in full next to adapters.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ class UnknownTensorsError(CheckpointMismatchError):
     """The source has tensors that the model does not have."""
 
 
-# The router adds this bias in fp32, whatever the model's dtype is (`Router._maintain_float32_expert_bias`,
+# The router adds this bias in fp32, even if the model's dtype is another one (`Router._maintain_float32_expert_bias`,
 # megatron-core 0.16.1). A rounded bias would send tokens to other experts.
 _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 
 @dataclass(frozen=True)
 class QuantizedPart:
-    """Says that a file has codes of a tensor, or (`is_scales`) their scales. `source` is the dtype of the values."""
+    """Says that a file has the codes of a tensor, or, with `is_scales`, the scales.
+
+    `source` is the dtype of the values.
+    """
 
     blocks: Fp8Blocks
     is_scales: bool
@@ -61,7 +64,8 @@ class FileTensor:
 
     Attributes:
         tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
-        quantized: which part of the quantized tensor the file has. None if the file has the tensor's values.
+        quantized: which part of the quantized tensor this is, codes or scales. None if the file has the tensor's
+            values.
     """
 
     tensor: HfTensor
@@ -104,11 +108,11 @@ class ExportPlan:
 
     Attributes:
         files: the files, in the order of HuggingFace's tensors.
-        dtype: the dtype of most elements before some are quantized, to be written into `config.json`.
+        dtype: the dtype of most elements (of quantized tensors: before quantization), which `config.json` states.
         has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention such
             layers.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
-        left_out: what the source has and the files lack, by reason.
+        left_out: the parts of the source that are not in the files, by reason.
     """
 
     files: tuple[WeightFile, ...]
@@ -147,23 +151,25 @@ def plan_export(
     Adapters are merged into the weights.
 
     Args:
-        tensors: the tensors of the source by name. Vocabulary rows after the model's last row are padding and left out.
-        alpha: the alpha of the adapters among the tensors; an adapter of rank r is scaled by alpha / r. Needed if there
-            are adapters.
+        tensors: the tensors of the source by name. Their vocabulary rows after the model's last row are padding, and
+            are left out.
+        alpha: the alpha of the adapters among the tensors: an adapter of rank r is scaled by alpha / r. Required if
+            there are adapters.
         dtype: the dtype to write floating-point tensors in; None keeps the stored dtypes. Router biases always keep
             the stored dtype.
         max_shard_bytes: the size limit of one file's tensors, in bytes. A larger tensor gets its own file.
-        least_files: the number of files to aim for if the size limit gives fewer, so that more ranks can write at the
-            same time.
+        least_files: the number of files to aim for if the size limit alone gives fewer files, so that more ranks can
+            write at the same time.
         blocks: the form in which linear layers are quantized; None to write all values.
 
     Raises:
-        CheckpointMismatchError: a tensor is missing, is left over, or has another shape; the message names it.
+        CheckpointMismatchError: a tensor is missing, is unknown, or has another shape; the message names the tensor.
         ValueError: `max_shard_bytes` or `least_files` is below 1.
     """
     wanted = hf_tensors(model)
     mtp = [tensor for tensor in wanted if is_mtp(model, tensor.name)]
-    # Ignore copies here, because they are copies of the embedding and the head, which every model has.
+    # Ignore copies here: they are copies of the embedding and the head, which every model has, even without multi-token
+    # prediction.
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
     without = set() if has_mtp else {tensor.name for tensor in mtp}
     wanted = [tensor for tensor in wanted if tensor.name not in without]
@@ -199,7 +205,7 @@ def plan_tensors(
     has_mtp: bool = False,
     blocks: Fp8Blocks | None = None,
 ) -> ExportPlan:
-    """Plans the files of given HuggingFace tensors, for example of a source that has HuggingFace names.
+    """Plans files with the given HuggingFace tensors, for example of a source that itself has HuggingFace names.
 
     Args:
         wanted: the tensors to write. `mcore` in their slabs is the tensor's name in the source.
@@ -208,7 +214,7 @@ def plan_tensors(
         has_mtp: True if the tensors include layers of multi-token prediction.
 
     Raises:
-        CheckpointMismatchError: a tensor has another shape in the source, or its parts have several dtypes.
+        CheckpointMismatchError: a tensor has another shape in the source, or the tensor's parts have several dtypes.
         UnsupportedError: safetensors files cannot store a tensor's dtype, or `blocks` is given and no tensor would be
             quantized.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
@@ -228,8 +234,7 @@ def plan_tensors(
     written = [each for t, own in zip(wanted, dtypes, strict=True) for each in _stored(t, own or main, blocks)]
     if blocks is not None and all(each.quantized is None for each in written):
         raise UnsupportedError(
-            "no weight has a name that is quantized in block FP8 (*.layers.{n}.*_proj, w1 to w3): merge without "
-            "--quantize"
+            "the model has no weight that block FP8 quantizes (*.layers.{n}.*_proj, w1 to w3): merge without --quantize"
         )
     parts = list(_in_files(written, max_shard_bytes, least_files))
     files = tuple(
@@ -241,7 +246,7 @@ def plan_tensors(
 
 
 def _stored(tensor: HfTensor, dtype: torch.dtype, blocks: Fp8Blocks | None) -> list[FileTensor]:
-    """Returns what the files have of a tensor: its values, or its codes and their scales."""
+    """Returns the entries of a tensor in the files: one for its values, or one for its codes and one for its scales."""
     if blocks is None or not blocks.takes(tensor):
         return [FileTensor(tensor, dtype)]
     return [
@@ -258,32 +263,32 @@ def _resolve(
 ) -> tuple[dict[str, str], tuple[LeftOut, ...]]:
     """Maps each mcore tensor to its name in the source. Refuses missing tensors, and unknown tensors of the source.
 
-    Returns the names, and which other tensors of the source are left out.
+    Returns the names, and the tensors of the source that are left out.
     """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    # If one of the two models is a HybridModel and the other is not, the same parts are in other layers.
+    # If only one of the source and `model` is a HybridModel, the same parts are in layers with other numbers.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
     why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {some_of(missing, 5)}, which a {model.describe()} has{why}: use the config.json of "
-            "this model"
+            f"the checkpoint lacks {some_of(missing, 5)}, but a {model.describe()} has this{why}: use the config.json "
+            "of the model in the checkpoint"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
 
     def unknown(names: list[str]) -> UnknownTensorsError:
         return UnknownTensorsError(
-            f"the checkpoint has {some_of(names, 5)}, which a {model.describe()} does not have{why}: use the "
-            "config.json of this model"
+            f"the checkpoint has {some_of(names, 5)}, but a {model.describe()} does not{why}: use the config.json of "
+            "the model in the checkpoint"
         )
 
     return resolved, account(tensors, set(resolved.values()), [of_states()], unknown)
 
 
 def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> Iterable[LeftOut]:
-    """Refuses shapes that differ from the model's. Returns the padding after the vocabulary."""
+    """Refuses shapes that differ from the model's, except for padding of the vocabulary. Returns this padding."""
     found: dict[str, LeftOut] = {}
     for tensor in wanted:
         for slab in tensor.slabs:
@@ -293,9 +298,10 @@ def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo])
                     has_vocabulary_rows(stored)
                     and len(shape) == len(there)
                     and shape[1:] == there[1:]
-                    # A value head has the output layer's name, but one row per output, so it is not padded.
+                    # A value head has the output layer's name, but has one row per output and no padding.
                     and 1 < shape[0] < there[0]
-                    # More rows than padding can explain are tokens, which would be lost silently.
+                    # If there are more additional rows than padding explains, the rows are tokens, which the export
+                    # would lose silently.
                     and padding_is_plausible(shape[0], there[0])
                 )
                 if padded:
@@ -327,8 +333,8 @@ def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dt
         return wanted
     if len(stored) > 1:
         raise CheckpointMismatchError(
-            f"tensor {tensor.name}: its parts are stored as {' and '.join(sorted(map(str, stored)))}: choose the dtype "
-            "to write (mcore-ckpt merge --dtype)"
+            f"tensor {tensor.name}: the parts are stored in different dtypes, "
+            f"{' and '.join(sorted(map(str, stored)))}: choose the dtype to write (mcore-ckpt merge --dtype)"
         )
     return stored.pop()
 
@@ -337,7 +343,8 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
     sizes = [tensor.nbytes for tensor in tensors]
     cuts = _cuts(sizes, most)
     if len(cuts) < least_files:
-        # The smallest size limit that gives at most `least_files` files gives the ranks about equal work.
+        # Use the smallest size limit that gives at most `least_files` files, because the ranks then have about equal
+        # work.
         limits = range(1, most + 1)
         limit = limits[bisect_left(limits, -least_files, key=lambda limit: -len(_cuts(sizes, limit)))]
         cuts = _cuts(sizes, limit)
@@ -346,7 +353,7 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns the index of the first tensor of each file, if files are filled up to `most` bytes."""
+    """Returns the index of the first tensor of each file. Files are filled up to `most` bytes."""
     cuts, filled = [0], 0
     for number, size in enumerate(sizes):
         if filled and filled + size > most:

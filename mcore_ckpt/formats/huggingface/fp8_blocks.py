@@ -1,13 +1,15 @@
 """Quantizes weights to float8 with a scale for each block, the form in which DeepSeek-V3 is published.
 
-A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is about its code times the scale of its block.
+A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is approximately its code times the scale of its
+block.
 
 The fields of the model's `quantization_config` decide the blocks, the form of the scales and which modules are left
-out. The names of linear layers decide the rest. Codes and scales are two tensors of a file, and each needs whole rows
-of blocks, so the source is read twice. To keep the scales from the first reading, one process would have to write all
-files. The largest value of a block gets the largest code. So a published model that is dequantized and quantized again
-gets the same codes bit for bit, and the same scales within the rounding of bfloat16. Adapters that the same command
-merges are added first, so the result is the same as quantizing the merged model in its dtype.
+out. The names of linear layers decide the rest. Codes and scales are two tensors of a file, and computing either needs
+whole rows of blocks, so the source is read twice. Keeping the scales from the first reading would be possible only if
+one process wrote all files. The largest value of a block gets the largest code (if scales are powers of two: a code
+above half of the largest). So a published model that is dequantized and quantized again gets the same codes bit for
+bit, and the same scales within the rounding of bfloat16. Adapters that the same command merges are added first and the
+sum is rounded to the model's dtype, so the result is that of merging first and quantizing the merged model later.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from mcore_ckpt.sharding.regions import Shape
 SCALE_SUFFIX = "_scale_inv"
 CODES = torch.float8_e4m3fn
 _LARGEST = torch.finfo(CODES).max
-# The limit for the rows and the columns of a block, which is padded to its whole size before it is quantized.
+# The limit for the rows and the columns of a block. It bounds memory, because each block is padded to its whole size
+# before quantization.
 _LARGEST_BLOCK = 1 << 16
 
-# The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers do not quantize the
-# matrix of multi-token prediction (eh_proj), nor the matrix that weighs the heads of a sparse attention's indexer
+# The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers quantize neither the
+# matrix of multi-token prediction (eh_proj) nor the matrix that weighs the heads of a sparse attention's indexer
 # (weights_proj).
 _LINEAR = re.compile(r".*\.layers\.\d+\..*\b(?!eh_proj|weights_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
 
@@ -47,8 +50,8 @@ class Fp8Blocks:
 
     Attributes:
         block: the rows and columns that share a scale. Blocks at the edges of a weight are smaller.
-        powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu. False if they are any numbers, stored
-            as float32.
+        powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu. False if scales are arbitrary
+            numbers, stored as float32.
         kept: names of modules that are not quantized, as in `modules_to_not_convert` of a `config.json`.
         fields: the `quantization_config` of the published model; empty if there is none.
     """
@@ -71,15 +74,18 @@ class Fp8Blocks:
         block = fields.get("weight_block_size") or DEFAULT_BLOCK
         kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or []
         if not is_block(block) or max(block) > _LARGEST_BLOCK:
-            raise UnsupportedError(f"config.json: weight_block_size is {shown(block)}, not the size of a block")
+            raise UnsupportedError(
+                f"config.json: weight_block_size is {shown(block)}, but must be two positive integers of at most "
+                f"{_LARGEST_BLOCK}"
+            )
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
-            raise UnsupportedError(f"config.json: modules_to_not_convert is {shown(kept)}, not a list of names")
+            raise UnsupportedError(f"config.json: modules_to_not_convert is {shown(kept)}, but must be a list of names")
         return Fp8Blocks((block[0], block[1]), fields.get("scale_fmt") == "ue8m0", tuple(kept), fields)
 
     def takes(self, tensor: HfTensor) -> bool:
-        """Returns True if a tensor is quantized.
+        """Returns True if an export in this form quantizes a tensor.
 
-        Raises UnsupportedError for experts that are stacked in one tensor, which have no published form.
+        Raises UnsupportedError for experts that are stacked in one tensor, because no published model has such a form.
         """
         if len(tensor.shape) == 3 and ".experts." in tensor.name:
             raise UnsupportedError(
@@ -139,7 +145,7 @@ class Fp8Blocks:
                 f"tensor {name}: has a value that is NaN or infinite, which cannot be quantized: merge without "
                 "--quantize, or use an older checkpoint"
             )
-        # A block of zeros has no largest value to divide by.
+        # In a block of zeros, the largest value is 0 and gives no scale to divide by.
         scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
         # Below float32's normal numbers, a scale would have too few digits, and a power of two would have no exponent.
         scales = scales.clamp_(min=torch.finfo(torch.float32).tiny)

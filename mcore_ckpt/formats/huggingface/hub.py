@@ -1,20 +1,20 @@
 """Finds the folder of a HuggingFace model: a local folder, or the copy of a model of the hub in the hub's cache.
 
 Everything that takes such a folder also takes the name of a model on the hub, as `owner/name` or `owner/name@revision`.
-If a folder of that name exists, the folder is used. huggingface_hub downloads the model, so its environment variables
-count: HF_HOME and HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
+If a folder of that name exists, the folder is used. huggingface_hub downloads the model, so these environment variables
+have an effect: HF_HOME and HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 
 Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
-lists, or the assets, or both.
+lists, or the assets, or all of these.
 
 The hub is never asked for a name that can only be a path: `name`, `./owner/name`, `/owner/name`.
 `consolidated.safetensors`, `*.bin` and folders such as `original/` hold the same weights once more, so they are not
-downloaded. huggingface_hub has no pattern for files that are in no folder, so `_in_other_folders` makes patterns that
-match all other folders. One rank of each node downloads: the first rank with the same host (`ranks/hosts.py`) and the
-same cache. The other ranks of the node wait in the same round, with a deadline of hours (`DOWNLOAD_TIMEOUT_S`), and
-then open the cache without the network. A branch can move between two nodes' downloads, so rank 0 compares the commits.
-For a branch, each call asks the hub for the branch's commit, as transformers does. For a commit that is in the cache,
-huggingface_hub 2 asks nothing.
+downloaded. huggingface_hub has no pattern that matches only files outside of folders, so `_in_other_folders` makes
+patterns that exclude the files in folders. One rank of each node downloads: the first rank with the same host
+(`ranks/hosts.py`) and the same cache. The other ranks of the node wait in the same round, with a deadline of hours
+(`DOWNLOAD_TIMEOUT_S`), and then open the cache without the network. A branch can move between two nodes' downloads, so
+rank 0 compares the commits. For a branch, each call asks the hub for the branch's commit, as transformers does. For a
+commit that is in the cache, huggingface_hub 2 sends no request.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from mcore_ckpt.redaction import redacted
 logger = logging.getLogger(__name__)
 
 Needs = Literal["model", "assets", "all", "config"]
-"""What a caller reads: "config" is `config.json`, "model" is `config.json` and the weights, "assets" is everything but
-the weights, and "all" is everything."""
+"""The files that a caller reads: "config" is `config.json`, "model" is `config.json` and the weights, "assets" is
+everything but the weights, and "all" is everything."""
 
-# An adapter in PEFT's form has these instead of a model's files.
+# An adapter in PEFT's form has these files instead of a model's.
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-# The suffixes of files without which a model may not work: configuration, tokenizer, code. If one of them cannot be
-# downloaded, that is an error. For any other asset it is a warning.
+# The suffixes of files that a model may need to work: configuration, tokenizer, code. It is an error if the cache lacks
+# such a file and the hub may not be asked. For any other asset, this is only a warning.
 _NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
 
 def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
-    """Returns the folder of a model. Downloads the model first if it is on the hub, and not in the cache.
+    """Returns the folder of a model. Downloads the model first if it is on the hub but not in the cache.
 
-    If the folder is local, the caller must check that it has what is needed.
+    If the folder is local, the caller must check that the folder has the needed files.
 
     Raises:
-        CheckpointNotFoundError: there is neither such a folder nor such a model or revision, the model has no weights
-            in safetensors files, the model is not in the cache and HF_HUB_OFFLINE is set, or there is no such folder
-            and huggingface_hub is not installed.
+        CheckpointNotFoundError: no folder, model or revision has this name; or the model has no weights in safetensors
+            files; or the model is not in the cache and HF_HUB_OFFLINE is set; or there is no such folder and
+            huggingface_hub is not installed.
         RemoteError: the hub does not answer, refuses access, or answers with an error.
         InvalidArgumentError: the hub cannot have a model of this name.
         CheckpointError: the cache cannot be written.
@@ -80,7 +80,7 @@ def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
 
 
 def cached_folder(name: str, commit: str | None) -> Path | None:
-    """Returns a model's folder in the hub's cache, or None. The folder can lack files. The hub is not asked."""
+    """Returns a model's folder in the hub's cache, or None. The folder can lack files. No request goes to the hub."""
     model = HubModel.parse(name)
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -91,12 +91,12 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
     found = try_to_load_from_cache(model.repository, CONFIG_FILE, revision=commit or model.revision)
     if not isinstance(found, str):
         return None
-    # The cache also records that a model lacks a file. None means that nobody has asked for this file, so the cache may
-    # lack other files, too.
+    # The cache also records that a model lacks a file. The result None means that nobody has asked for this file yet,
+    # so other files of the model may be missing in the cache, too.
     if try_to_load_from_cache(model.repository, GENERATION_CONFIG_FILE, revision=commit or model.revision) is None:
         logger.warning(
-            "%s: the cache has only a part of this model, so saves may lack files beside the weights, such as %s: run "
-            "`hf download %s --exclude '*.safetensors'` once, or set generation_config on hf_config",
+            "%s: the cache has only a part of this model, so saves may lack files that belong beside the weights, "
+            "such as %s: run `hf download %s --exclude '*.safetensors'` once, or set generation_config on hf_config",
             *(model, GENERATION_CONFIG_FILE, model.repository),
         )
     return Path(found).parent
@@ -105,16 +105,16 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
 def find_folder_together(
     agreement: Agreement, name: str | os.PathLike[str], needs: Needs, everywhere: bool = True
 ) -> Path:
-    """Does the same as `find_folder` on all ranks. One rank of each node downloads, and the others wait for it.
+    """Does the same as `find_folder` on all ranks. One rank of each node downloads, and the node's other ranks wait.
 
     Rank 0 decides whether the name means a folder. Ranks with the same host and the same cache count as one node.
 
     Args:
         agreement: connects this rank with the other ranks.
-        name: the folder, or the name of the model. With `everywhere` it is the same on all ranks.
+        name: the folder, or the name of the model. If `everywhere` is True, all ranks give the same name.
         needs: what the caller reads.
-        everywhere: False if only rank 0 reads the folder. Then only rank 0 downloads, and every rank gets the path that
-            the folder has on rank 0. Rank 0's value counts for all ranks.
+        everywhere: False if only rank 0 reads the folder. In this case only rank 0 downloads, and every rank gets the
+            path that the folder has on rank 0. All ranks follow rank 0's value of `everywhere`.
 
     Raises:
         CheckpointError: `find_folder` has failed on a rank, or nodes have different commits of the model
@@ -148,8 +148,8 @@ def find_folder_together(
         for rank in found:
             if records[rank]["commit"] != records[0]["commit"]:
                 raise CheckpointMismatchError(
-                    f"{name}: the node of rank 0 has commit {records[0]['commit']}, but the node of rank {rank} "
-                    f"has {records[rank]['commit']}: name the one to use ({str(name).partition('@')[0]}@COMMIT)"
+                    f"{name}: the node of rank 0 has commit {records[0]['commit']}, but the node of rank {rank} has "
+                    f"{records[rank]['commit']}: name the commit to use ({str(name).partition('@')[0]}@COMMIT)"
                 )
         return records[0]
 
@@ -170,7 +170,7 @@ def find_folder_together(
 
 @dataclass(frozen=True)
 class _HubFiles:
-    """The files of a model that a caller needs. With `cached_only` they are not downloaded."""
+    """The files of a model that a caller needs. With `cached_only`, nothing is downloaded."""
 
     model: HubModel
     needs: Needs
@@ -195,17 +195,17 @@ class _HubFiles:
 
     def _download_others(self, folder: Path) -> None:
         """Downloads the other assets, also those in subfolders."""
-        # Small weights of other modules are assets, too, but a pattern cannot limit the size of a file, so none are
-        # downloaded.
+        # Small weights of other modules are assets, too, but a pattern cannot limit the size of a file, so no such
+        # weights are downloaded.
         names = (*(name for each in LEFT_OUT for name in each.names), "*.safetensors", "*.bin")
         left_out = [prefix + name for name in names for prefix in ("", "*/")]
         try:
             self._download(folder.name, ["*"], [*left_out, "*/.*/*", ".*/*"])
         except CheckpointNotFoundError as error:
-            logger.warning("some files beside the weights are left out: %s", error)
+            logger.warning("some of the model's files beside the weights were not downloaded: %s", error)
 
     def _download_listed(self, folder: Path) -> None:
-        """Downloads the weights of the model or adapter. For a model these are the files that the index lists."""
+        """Downloads the weights of the adapter, or, for a model, the files that its index lists."""
         if (folder / INDEX_FILE).exists():
             files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
         elif (folder / _ADAPTER_CONFIG).exists():
@@ -213,17 +213,21 @@ class _HubFiles:
         else:
             raise CheckpointNotFoundError(
                 f"{self.model}: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: name a model that is published as "
-                "safetensors. If this one is, the cache has only a part of it: run again with HF_HUB_OFFLINE unset"
+                "safetensors. If this model is, the cache has only a part of it: run again with HF_HUB_OFFLINE unset"
             )
         missing = [file for file in files if not (folder / file).exists()]
         lacks = f"{folder / missing[0]} is missing" if missing else ""
         self._download(folder.name, [escape(file) for file in files], [], lacks)
-        # huggingface_hub 0.36 takes a part of a model in the cache for the whole model if it cannot ask the hub.
+        # If huggingface_hub 0.36 cannot ask the hub, it takes the part of a model that is in the cache for the whole
+        # model.
         if not all((folder / file).exists() for file in missing):
             raise CheckpointNotFoundError(_incomplete(self.model, lacks))
 
     def _download(self, revision: str | None, wanted: Sequence[str], left_out: Sequence[str], lacks: str = "") -> Path:
-        """Downloads files. `lacks` says, for messages, which of the files the cache lacks although it has others."""
+        """Downloads files.
+
+        `lacks` says, for messages, which files are missing in a cache that has other files of the model.
+        """
         try:
             from huggingface_hub import snapshot_download
         except ImportError as error:
@@ -242,13 +246,16 @@ class _HubFiles:
                 )
             )
         except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types
-            raise _explain(self.model, error, lacks) from None  # its URLs can be signed
+            raise _explain(self.model, error, lacks) from None  # the URLs in the original error can be signed
 
 
 def _in_other_folders(kept: str) -> Iterator[str]:
-    """Yields patterns of the files in all folders but `kept`. A pattern can exclude a letter, but not a word.
+    """Yields patterns that match the files in all folders except `kept`.
 
-    Subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern of huggingface_hub matches "/".
+    A pattern can exclude a letter, but not a word.
+
+    The patterns are needed because subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern
+    of huggingface_hub matches "/", too.
     """
     for position, letter in enumerate(kept):
         yield f"{kept[:position]}[!{letter}/]*/*"
@@ -256,7 +263,7 @@ def _in_other_folders(kept: str) -> Iterator[str]:
 
 
 def _cache() -> str:
-    """Returns the folder of the cache; "" if huggingface_hub is not installed, which `_HubFiles` reports."""
+    """Returns the folder of the cache; "" if huggingface_hub is not installed (`_HubFiles` reports this)."""
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -267,8 +274,8 @@ def _cache() -> str:
 def _incomplete(model: HubModel, what: str, why: str = "the hub was not asked") -> str:
     return (
         f"{model}: the cache {_cache()} has only a part of this model ({what}), and {why}: run once with a connection "
-        "to the hub and HF_HUB_OFFLINE unset. If another rank of this node has downloaded it, give all ranks of a node "
-        "the same HF_HOME"
+        "to the hub and HF_HUB_OFFLINE unset. If another rank of this node has downloaded the model, give all ranks "
+        "of a node the same HF_HOME"
     )
 
 
@@ -293,7 +300,7 @@ def _explain(model: HubModel, error: Exception, lacks: str) -> CheckpointError:
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointNotFoundError(
-            f"{model}: {hub}/{model.repository} has no such revision: name a branch, a tag or a commit of it"
+            f"{model}: {hub}/{model.repository} has no such revision: name a branch, a tag or a commit of this model"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         return _explain_not_cached(model, error, lacks, hub)
@@ -302,11 +309,11 @@ def _explain(model: HubModel, error: Exception, lacks: str) -> CheckpointError:
     is_of_network = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) is None
     if isinstance(error, OSError) and not is_of_network:
         return CheckpointError(
-            f"{model}: cannot be downloaded into the cache {_cache()} ({_words(error)}): repair it, or set HF_HOME to "
-            "a folder with enough space"
+            f"{model}: cannot be downloaded into the cache {_cache()} ({_words(error)}): repair the cache, or set "
+            "HF_HOME to a folder with enough space"
         )
     return RemoteError(
-        f"{model}: the download from {hub} failed ({_words(error)}): run again, what has arrived is kept"
+        f"{model}: the download from {hub} failed ({_words(error)}): run again; the files that have arrived are kept"
     )
 
 
@@ -324,7 +331,7 @@ def _explain_not_cached(model: HubModel, error: Exception, lacks: str, hub: str)
         why, advice = _answer(hub, cause), _advice(cause)
     else:
         why, advice = f"{hub} cannot be reached ({_words(cause)})", "check the network and HF_ENDPOINT"
-    # huggingface_hub 0.36 does not have this error: see `_download_listed`.
+    # huggingface_hub 0.36 has no such error: see `_download_listed`.
     if type(error).__name__ == "IncompleteSnapshotError":
         missing = re.search(r"\d+ file\(s\) are missing \([^)]*\)", str(error))
         lacks = missing.group() if missing else "files are missing"

@@ -26,7 +26,7 @@ class HubModel:
 
     @staticmethod
     def parse(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for, without looking for a folder; None if it can only be a path.
+        """Returns the model that a name stands for, without looking for a folder; None if the name can only be a path.
 
         Example:
             >>> HubModel.parse("Qwen/Qwen3-0.6B@main"), HubModel.parse("./Qwen/Qwen3-0.6B")
@@ -37,7 +37,7 @@ class HubModel:
 
     @staticmethod
     def find(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for; None if there is such a folder, or the name can only be a path."""
+        """Returns the model that a name stands for; None if a folder has this name, or the name can only be a path."""
         return None if os.path.exists(name) else HubModel.parse(name)
 
     def __str__(self) -> str:

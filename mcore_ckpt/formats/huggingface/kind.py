@@ -30,7 +30,7 @@ class HuggingFace(CheckpointKind):
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Returns True if a folder has the configuration and weights of a HuggingFace model, or of an adapter for one."""
+    """Returns True if a folder has the configuration and weights of a HuggingFace model or of a PEFT adapter."""
     names = names_in(path)
     has_weights = any(name.startswith("pytorch_model") or ".safetensors" in name for name in names)
     return has_weights and not names.isdisjoint(("config.json", "adapter_config.json"))

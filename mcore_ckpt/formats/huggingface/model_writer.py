@@ -1,4 +1,4 @@
-"""Writes the folder of a HuggingFace model, or of an adapter for one, and compares it with its source."""
+"""Writes the folder of a HuggingFace model or of a PEFT adapter, and compares the folder with its source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mcore_ckpt.models.quantization import quantization_of
 
 @dataclass(frozen=True, eq=False)
 class _WeightsWriter:
-    """Writes weights. Subclasses add `finish` to satisfy `formats.contract.CheckpointWriter`."""
+    """Writes weights. Subclasses add `finish` to implement `formats.contract.CheckpointWriter`."""
 
     plan: ExportPlan
     reader: CheckpointReader
@@ -57,7 +57,7 @@ class ModelWriter(_WeightsWriter):
 
     @property
     def quantizes_as_before(self) -> bool:
-        """True if the weights are quantized by the method that `config_dir` states, so that its files describe them."""
+        """True if the weights are quantized by the method that the files in `config_dir` describe."""
         before = quantization_of(read_config(self.config_dir))
         return before is not None and (self.plan.quantization or {}).get("quant_method") == before.method
 
@@ -78,7 +78,7 @@ class AdapterWriter(_WeightsWriter):
 
 
 def _check_weights(plan: ExportPlan, numbers: Iterable[int], reader: CheckpointReader, folder: Path) -> None:
-    """Compares some of the planned files with the source, bit for bit. It needs a few times SCATTER_BYTES of memory.
+    """Compares some of the planned files with the source, bit for bit. Needs a few times SCATTER_BYTES of memory.
 
     Raises:
         CheckpointMismatchError: the bits of a tensor differ.

@@ -26,7 +26,9 @@ from mcore_ckpt.models.quantization import quantization_of, stated_dtype
 from mcore_ckpt.sharding.regions import Shape
 
 CodeKind = Literal["float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1", "packed_int4", "packed_int8"]
-"""What a code stands for. Packed integers have an offset of half their range, so that code 0 is the lowest number."""
+"""The number format of a code. Packed integers have an offset of half their range, so that code 0 is the lowest
+number.
+"""
 
 Stored = Mapping[str, HfStored]
 Fields = Mapping[str, Any]
@@ -44,12 +46,13 @@ DEFAULT_BLOCK = (128, 128)
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 
-# These tensors quantize activations and the cache of keys and values during inference. Weights do not depend on them.
+# These tensors quantize activations and the cache of keys and values during inference. The weights' values do not
+# depend on these tensors.
 ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
 )
-# The suffixes of a tensor's name for its codes, and for the shape that packed codes have without padding.
+# The suffixes of names of codes, and of the shape that packed codes have without padding, after the tensor's name.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
 # Forms of compressed-tensors in which codes and scales alone do not determine the values.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")
@@ -60,14 +63,15 @@ class QuantizedTensor:
     """A tensor with values that follow from stored codes and scales.
 
     Attributes:
-        values: the tensor as if its values were stored: its name, shape and dtype. File, offset and size belong to its
-            codes.
-        matrix: the rows and columns of one matrix of codes. A tensor of several matrices has them one after the other.
+        values: the tensor as if its values were stored, with the values' name, shape and dtype, but with the file,
+            offset and size of the codes.
+        matrix: the rows and columns of one matrix of codes. A tensor can have several matrices, which are stored one
+            after the other.
         grid: the rows and columns of the scales of one matrix.
         block: the rows and columns that share a scale.
         is_transposed: True if each matrix of values is the transpose of its matrix of codes.
-        computed: the dtype to which the product of code and scale is rounded first, before it is rounded to the dtype
-            of the values. None if it is rounded only once.
+        computed: the dtype to which the product of code and scale is rounded before it is rounded to the dtype of the
+            values. None if the product is rounded only once.
     """
 
     values: HfStored
@@ -94,7 +98,7 @@ def logical_tensors(
         dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
 
     Raises:
-        UnsupportedError: the weights are quantized in a form that is not known.
+        UnsupportedError: the weights are quantized in an unknown form.
         CheckpointMismatchError: codes and scales do not fit together.
     """
     quantization = quantization_of(config)
@@ -107,7 +111,7 @@ def logical_tensors(
         if isinstance(error, CheckpointError):
             raise
         raise UnsupportedError(
-            f"config.json: quantization_config cannot be that of {quantization.method}: {error!r}"
+            f"config.json: quantization_config does not have the form of {quantization.method}: {error!r}"
         ) from error
     found = {tensor.values.name: tensor for tensor in tensors}
     used = {tensor.scales.name for tensor in found.values()}
@@ -118,8 +122,8 @@ def logical_tensors(
     for tensor in plain.values():
         if tensor.name.endswith(_NOT_READ):
             raise UnsupportedError(
-                f"{tensor.path}: tensor {tensor.name}: belongs to a form of {quantization.method} that cannot be "
-                "read: dequantize the model first, as transformers does (from_pretrained, then save_pretrained)"
+                f"{tensor.path}: tensor {tensor.name}: belongs to a form of {quantization.method} that cannot be read: "
+                "dequantize the model first with transformers (from_pretrained, then save_pretrained)"
             )
         if tensor.dtype in _KINDS:
             raise CheckpointMismatchError(
@@ -139,7 +143,7 @@ def _of_8_bits(
 
 
 def _find_fp8(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[QuantizedTensor]:
-    # Without the field, blocks have transformers' default size (FineGrainedFP8Config).
+    # If config.json lacks this field, blocks have transformers' default size (FineGrainedFP8Config).
     return _of_8_bits(stored, "_scale_inv", fields.get("weight_block_size", DEFAULT_BLOCK), dtype)
 
 
@@ -163,15 +167,15 @@ def _find_mxfp4(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[
 def _find_compressed(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[QuantizedTensor]:
     if fields.get("transform_config"):
         raise UnsupportedError(
-            "config.json: quantization_config has a transform_config: weights that were rotated before they were "
-            "quantized cannot be read"
+            "config.json: quantization_config has a transform_config, but weights that were rotated before "
+            "quantization cannot be read"
         )
     groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
     for group in groups:
         if group.get("symmetric") is False or group.get("actorder") not in (None, False, "static", "weight"):
             raise UnsupportedError(
                 "config.json: quantization_config has weights with a zero point or in another order (symmetric, "
-                "actorder): only symmetric ones in order can be read"
+                "actorder), but only symmetric weights in their own order can be read"
             )
     bits = {group.get("num_bits") for group in groups if group.get("type") == "int"}
     block = next((group["block_structure"] for group in groups if group.get("block_structure")), None)
@@ -187,8 +191,8 @@ def _packed(stored: Stored, bits: set[Any], dtype: torch.dtype) -> Iterable[Quan
             continue
         if packed.dtype != torch.int32 or len(packed.shape) != 2 or len(bits) != 1 or not bits <= {*_PACKED}:
             raise UnsupportedError(
-                f"{packed.path}: tensor {name}: integers of {sorted(map(str, bits))} bits cannot be read: only 4 or 8 "
-                "bits, packed into int32"
+                f"{packed.path}: tensor {name}: has integers of {sorted(map(str, bits))} bits, but only integers of 4 "
+                "or 8 bits, packed into int32, can be read"
             )
         width = bits.copy().pop()
         rows, columns = packed.shape[0], packed.shape[1] * 32 // width
@@ -204,7 +208,7 @@ def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, e
     """Describes a tensor with one scale for each block.
 
     The shape of the scales must fit blocks of the size `block`, which the config states, or one scale for each matrix,
-    or one scale for each row. With `equal_parts` it may also fit any other blocks of equal size.
+    or one scale for each row. With `equal_parts`, the shape may also fit any other division into equal blocks.
     """
     if len(values.shape) < 2:
         raise _not_together(values, scales)
@@ -235,7 +239,7 @@ def is_block(block: Any) -> bool:
 
 def _not_together(codes: HfStored, scales: HfStored) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{codes.path}: tensor {codes.name}: its shape {list(codes.shape)} and the shape of its scales {scales.name}, "
-        f"{list(scales.shape)} of {NAMES[scales.dtype]}, do not fit together by the blocks that quantization_config "
+        f"{codes.path}: tensor {codes.name}: has shape {list(codes.shape)}, and its scales {scales.name} are "
+        f"{list(scales.shape)} of {NAMES[scales.dtype]}, which does not fit the blocks that quantization_config "
         "states: the folder mixes files of two models, or config.json belongs to another model"
     )

@@ -36,10 +36,12 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(frozen=True)
 class FolderContents:
-    """The contents of `config.json` and of the files' headers. Ranks that cannot see the folder plan with these.
+    """The contents of `config.json` and of the files' headers.
+
+    Ranks that cannot see the folder use these contents to plan.
 
     Attributes:
-        config: the parsed `config.json`; of the base model if the folder has an adapter.
+        config: the parsed `config.json`; if the folder has an adapter, that of the base model.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
         adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model.
@@ -106,8 +108,8 @@ def without_doubles(spelled: Callable[[str], str], names: Iterable[str]) -> dict
     for name in names:
         if (other := found.setdefault(spelled(name), name)) != name:
             raise CheckpointMismatchError(
-                f"tensors {other} and {name} are two spellings of one tensor, so one of them would be lost: remove the "
-                "one that is not the model's"
+                f"tensors {other} and {name} are two spellings of one tensor, so one of the two would be lost: remove "
+                "the tensor that is not the model's"
             )
     return found
 
@@ -129,8 +131,8 @@ class HuggingFaceReader(ShardReader):
     Args:
         ignore: regular expressions of HuggingFace names to leave out.
         dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
-        tower_of: the names of the live model's tensors, which show the modules of its vision tower. Without names, the
-            tower has the modules that Megatron-Bridge gives this architecture.
+        tower_of: the names of the live model's tensors, which show the modules of its vision tower. If there are no
+            names, the reader assumes the modules that Megatron-Bridge gives this architecture.
 
     Raises:
         CheckpointMismatchError: names or shapes differ from the configuration.
@@ -163,7 +165,10 @@ class HuggingFaceReader(ShardReader):
         super().__init__(contents.folder, infos, self._held.__getitem__)
 
     def _list_tensors(self) -> list[HfTensor]:
-        """Lists the tensors to read, with their places in Megatron's tensors. Accounts for all others (`left_out`)."""
+        """Lists the tensors to read, with their places in Megatron's tensors.
+
+        Puts all other tensors into `left_out`.
+        """
         there, model = self._weights.tensors, self.model
         tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
         copies = {copy for copy, _ in _copies(model, self.contents)}
@@ -191,7 +196,7 @@ class HuggingFaceReader(ShardReader):
                 self._changed[shard.file, shard.offset] = _Changed(slab.change, shape)
 
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
-        """See `ShardReader.read`. To convert values, it needs memory for one HuggingFace tensor at a time."""
+        """See `ShardReader.read`. Converting values needs memory for one HuggingFace tensor at a time."""
         as_stored: list[ReadTarget] = []
         changed: dict[tuple[str, int], list[ReadTarget]] = {}
         for read in ranges:
@@ -229,7 +234,7 @@ class HuggingFaceReader(ShardReader):
         return list(self._held[name])
 
     def sections_of(self, name: str) -> tuple[Section, ...]:
-        """Returns the sections of a tensor (see `models.table.Row`). Tensor parallelism cuts each one by itself."""
+        """Returns the sections of a tensor (see `models.table.Row`). Tensor parallelism cuts each section by itself."""
         return self._sections[name]
 
     def check_visible(self, files: Iterable[str]) -> None:
@@ -240,7 +245,7 @@ class HuggingFaceReader(ShardReader):
                 size = path.stat().st_size
             except OSError as error:
                 raise CheckpointCorruptError(
-                    f"{path}: cannot be opened on this rank ({error.strerror}), though rank 0 has opened it: use "
+                    f"{path}: cannot be opened on this rank ({error.strerror}), but rank 0 has opened this file: use "
                     'source="rank0" for a folder that not all ranks see'
                 ) from None
             if size != self.contents.sizes[name]:
@@ -249,9 +254,9 @@ class HuggingFaceReader(ShardReader):
                 )
 
     def check_left_out(self) -> None:
-        """Checks the tensors that Megatron has no place for: zeros, and copies of other tensors.
+        """Checks the tensors that have no place in Megatron: they must be zero, or copies of other tensors.
 
-        Raises CheckpointMismatchError: such a tensor has other values, which would be lost silently.
+        Raises CheckpointMismatchError: such a tensor has other values, which the load would drop silently.
         """
         self._check_zeros()
         stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)
@@ -262,7 +267,7 @@ class HuggingFaceReader(ShardReader):
                 hint = f", or set {architecture.tied_field} to false in config.json" if is_head else ""
                 raise CheckpointMismatchError(
                     f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} uses {original} in "
-                    f"its place, and the two differ: name {copy} in `ignore` to leave it out{hint}"
+                    f"place of this tensor, but the two differ: name {copy} in `ignore` to leave it out{hint}"
                 )
 
     def _check_zeros(self) -> None:
@@ -272,7 +277,8 @@ class HuggingFaceReader(ShardReader):
             if memory.count_nonzero():
                 raise CheckpointMismatchError(
                     f"{self.place / shard.file}: the tensor of shape {list(shard.region.local_shape)} at byte "
-                    f"{shard.offset} has no counterpart in megatron, so it must be zero, but it is not"
+                    f"{shard.offset} has no counterpart in megatron and should be zero, but is not: use the original "
+                    "folder of the model"
                 )
 
     def _read_changed(self, changed: _Changed, reads: Sequence[ReadTarget]) -> int:
@@ -308,15 +314,16 @@ def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:
     if tensor.name == HF_VALUE and stored.shape[:1] > (1,):
         raise CheckpointMismatchError(
             f"{stored.path}: tensor {tensor.name}: gives {stored.shape[0]} values (labels), but megatron's value head "
-            "gives one: only a model with one label can be converted"
+            "gives one value: use a model with one label"
         )
     if tensor.shape != stored.shape:
         raise CheckpointMismatchError(
-            f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, but by {folder / 'config.json'} it "
-            f"must have {list(tensor.shape)}"
+            f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, but {folder / 'config.json'} "
+            f"requires {list(tensor.shape)}"
         )
     if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
         raise UnsupportedError(
             f"{stored.path}: tensor {tensor.name}: is stored as {NAMES[stored.dtype]}, but quantization_config in "
-            "config.json does not say how it is quantized: restore that field, or convert the weights to bfloat16 first"
+            "config.json does not say how this tensor is quantized: restore that field, or convert the weights to "
+            "bfloat16 first"
         )

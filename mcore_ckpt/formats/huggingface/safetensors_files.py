@@ -3,9 +3,9 @@
 A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
 of each tensor), and the bytes of the tensors.
 
-The native writer and reader of our own format handle these files, too. To them, a header is the first gap of the file
-layout. They are used because the `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes
-in parts. The parser of the header is as strict as the library's, and the tests read every file with the library.
+The native writer and reader of our own format handle these files, too, and treat a header as the first gap of the file
+layout. The `safetensors` library is not used, because it has no bounded, unbuffered, multi-threaded reads, and no
+writes in parts. Our parser of headers is as strict as the library's, and the tests read every file with the library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The format's name of each dtype that it can store. The format has no complex numbers."""
+"""The names that the format gives to dtypes. The format has no complex dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class HfStored:
 def read_folder(folder: Path) -> dict[str, HfStored]:
     """Returns every tensor in the folder of a HuggingFace model, by name.
 
-    If there are several files, an index lists the file of each tensor. This list is checked against the files. If the
-    folder has both a single file and an index, the single file is read, which is also what transformers does
+    If there are several files, an index lists the file of each tensor, and this list is compared with the files. If the
+    folder has both a single file and an index, the single file is read, as in transformers
     (`_get_resolved_checkpoint_files`, 4.57 and 5).
 
     Raises:
         CheckpointNotFoundError: the folder has no weights.
-        CheckpointCorruptError: a file is missing, truncated, not a safetensors file, or does not match the index.
+        CheckpointCorruptError: a file is missing, is truncated, is not a safetensors file, or does not match the index.
     """
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if single.exists():
@@ -111,7 +111,7 @@ def read_file(path: Path) -> list[HfStored]:
         if _SPACE.search(header) is not None:
             header = typed_json.without_spaces(header)
         tensors = _tensors(path, header, 8 + length)
-        del header  # a header takes as much memory as its tensors
+        del header  # a header takes as much memory as all its entries need
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise fields.FieldError("a tensor occurs twice")
     except FileNotFoundError:
@@ -119,29 +119,35 @@ def read_file(path: Path) -> list[HfStored]:
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
     except fields.FieldError as error:
-        raise CheckpointCorruptError(f"{path}: bad header: {error}") from None
+        raise CheckpointCorruptError(f"{path}: has a damaged header: {error}") from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
     for tensor in tensors:
         if tensor.offset != end:
             raise CheckpointCorruptError(
-                f"{path}: tensor {tensor.name}: its bytes overlap the previous ones or leave a gap"
+                f"{path}: tensor {tensor.name}: its bytes overlap those of the previous tensor, or leave a gap after "
+                "them"
             )
         end += tensor.nbytes
     if end != size:
-        raise CheckpointCorruptError(f"{path}: has {size} bytes, but its header describes {end}: cut or damaged")
+        raise CheckpointCorruptError(
+            f"{path}: has {size} bytes, but its header describes {end} bytes: the file was cut or damaged"
+        )
     return tensors
 
 
 class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
-    """A header's entry for a tensor. The entry `__metadata__` has texts, which can have the same names."""
+    """A header's entry for a tensor.
+
+    The entry `__metadata__` is parsed with this class, too. Its fields are texts, and can have the same names.
+    """
 
     data_offsets: tuple[Natural, Natural] | str | msgspec.UnsetType = msgspec.UNSET
     dtype: str | msgspec.UnsetType = msgspec.UNSET
     shape: tuple[Natural, ...] | str | msgspec.UnsetType = msgspec.UNSET
 
 
-# White space between two values. A string can contain such a text, too.
+# Matches white space between two values, and also similar text inside strings.
 _SPACE = re.compile(rb"[\[{,:]\s|\s[\]},:]")
 _ENTRIES: LongObject[_Entry] = LongObject(_Entry, b'},"')
 
@@ -166,7 +172,9 @@ def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, 
         raise fields.FieldError(f"tensor {name}: impossible shape {fields.shown(shape)}")
     nbytes = prod(shape) * DTYPES[dtype].itemsize
     if last - first != nbytes:
-        raise fields.FieldError(f"tensor {name}: shape {fields.shown(shape)} of {dtype} is not {last - first} bytes")
+        raise fields.FieldError(
+            f"tensor {name}: has shape {fields.shown(shape)} of {dtype}, which does not fit its {last - first} bytes"
+        )
     return HfStored(name, DTYPES[dtype], shape, path, start + first, nbytes)
 
 
@@ -178,7 +186,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
     for file in set(pairs.values()):
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise CheckpointCorruptError(f"{path}: names {file!r}, which is not the name of a file in its folder")
+            raise CheckpointCorruptError(f"{path}: names {file!r}, which is not a plain file name")
     return pairs
 
 
@@ -189,7 +197,7 @@ def _weight_map(data: bytes) -> dict[str, str]:
     text = typed_json.without_spaces(data)
     places, same = typed_json.members(text), dict[str, str]()
     if places is None or "weight_map" not in places:
-        raise fields.FieldError("has no 'weight_map', or a name twice")
+        raise fields.FieldError("has no 'weight_map', or has a name twice")
     pairs: dict[str, str] = {}
     for name, file in _FILES_OF_TENSORS.read(text, places["weight_map"]):
         if name in pairs:

@@ -1,7 +1,7 @@
 """Finds the assets in a HuggingFace model's folder that are to be kept, and copies them unchanged.
 
-Merges, conversions and saves take all files of the folder and its subfolders, except files that the lists below name.
-So unknown kinds of files are kept, and no file is made up. The report of a merge or conversion says what is left out.
+Merges, conversions and saves copy all files of the folder and its subfolders, except files that the lists below name.
+So unknown kinds of files are kept. The report of a merge or conversion names the files that are left out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class Unwanted:
-    """Files that are not taken.
+    """Files that are not copied.
 
     Attributes:
         names: patterns of names in lower case.
-        told: what reports say about them. Empty if nobody misses them, because the new weights replace them or because
-            they belong to no model.
-        only_on_top: True if only files outside of subfolders are left out. In a subfolder, the same names belong to
-            another module, which is copied unchanged.
+        why: the reason, for readers of this module.
+        told: the words for these files in reports. Empty if nobody misses the files, because the new weights replace
+            them or because they belong to no model.
+        only_on_top: True if only files outside of subfolders are left out. In a subfolder, files of these names belong
+            to another module, which is copied unchanged.
     """
 
     names: tuple[str, ...]
@@ -62,12 +63,12 @@ def _with_suffixes(*stems: str) -> tuple[str, ...]:
 
 WEIGHTS = Unwanted(
     _with_suffixes("model*", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*"),
-    "They are the old weights of the model, which the new ones replace.",
+    "These files are the old weights of the model, which the new weights replace.",
     only_on_top=True,
 )
 DESCRIPTIONS = Unwanted(
     ("*.index.json", "*.index.*.json"),
-    "They say in which files the old weights are. transformers would look for files that are not there.",
+    "These files list the files of the old weights. transformers would look for the listed files, which are not there.",
     only_on_top=True,
 )
 NOT_LISTED = Unwanted(
@@ -82,29 +83,31 @@ COPIES = Unwanted(
         *("adapter_config.json", "*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data"),
         *("*.tflite", "*.mlmodel", "*.mlpackage", "*.pte", "*.engine", "*.nemo", "*.distcp", "openvino_model*"),
     ),
-    "They hold the old weights for another program, or old adapters, and can be larger than the new weights.",
-    "old weights, as another program or an adapter has them",
+    "These files hold the old weights for another program, or old adapters, and can be larger than the new weights.",
+    "old weights in the form of another program or of an adapter",
 )
 OF_TRAINING = Unwanted(
     (*_with_suffixes("optimizer*", "scheduler*", "rng_state*"), file_names.TRACKER_FILE),
-    "They are the state of a training. Folders of its steps are left out, too.",
+    "These files are the state of a training. Folders with a training's steps are left out, too.",
     "states and steps of a training",
 )
 QUANTIZATION = Unwanted(
     ("hf_quant_config.json", "quant*.json", "kv_cache_scales.json"),
-    "They say how the old weights are quantized. Servers would read plain weights as quantized ones. They are kept if "
-    "the new weights are quantized in the same way.",
-    "they say how other weights are quantized",
+    "These files say how the old weights are quantized. With them, servers would read plain weights as quantized "
+    "weights. The files are kept if the new weights are quantized in the same way.",
+    "descriptions of how the old weights were quantized",
 )
 BOOKKEEPING = Unwanted(
     (".*", "__pycache__", "*.pyc", "*.incomplete"),
-    "They belong to git, to the hub's client, to Python or to an editor, not to the model.",
+    "These files belong to git, to the hub's client, to Python or to an editor, not to the model.",
 )
 LEFT_OUT = (BOOKKEEPING, WEIGHTS, DESCRIPTIONS, COPIES, OF_TRAINING, NOT_LISTED)
-"""Files that are never taken. Exports of other weights also leave out `QUANTIZATION`."""
+"""Files that are never copied. Exports whose weights are quantized in another way, or not at all, also leave out
+`QUANTIZATION`.
+"""
 
-# The files that belong to a checkpoint of megatron or of this package. Other files in its folder, such as config.json
-# and a tokenizer, can be assets.
+# The files that belong to a checkpoint of megatron or of this package. Other files in a checkpoint's folder, such as
+# config.json and a tokenizer, can be assets.
 _OF_CHECKPOINTS = (
     *(file_names.MANIFEST_FILE, "metadata.json", "run_config.yaml", "latest_*.txt", "*.distcp"),
     *_with_suffixes("*"),
@@ -112,9 +115,9 @@ _OF_CHECKPOINTS = (
 _OF_RANKS = ("mp_rank_*", "*_world_size_*_rank_*.pt")
 _MEGATRON_STEP = re.compile(r"iter_[0-9]{7}")
 _MOST_DEPTH = 8
-_SAME_NAMES = "names that differ from another's only in upper and lower case"
+_SAME_NAMES = "files whose names differ from another file's only in upper and lower case"
 _UNFIT = "files that cannot be copied"
-_TOO_MUCH = "beyond the limit of what is copied beside weights"
+_TOO_MUCH = "files beyond the limits on number and size"
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ class SideFiles:
     """The assets of a model.
 
     Attributes:
-        names: the paths of the files to take, relative to the folder.
-        left_out: the other files, by reason, except files that nobody misses.
-        warnings: what is unusual about some of the files.
+        names: the paths of the files to copy, relative to the folder.
+        left_out: the files that are not copied, by reason, except files that nobody misses.
+        warnings: messages about files that are left out unexpectedly.
     """
 
     folder: Path
@@ -136,15 +139,15 @@ class SideFiles:
 def find_side_files(
     folder: Path, *, destination: Path, without: Collection[str] = (), quantized: bool = True
 ) -> SideFiles:
-    """Finds a model's assets by their names and sizes. It opens only the index.
+    """Finds a model's assets by their names and sizes. Opens no file but the index.
 
-    It does not enter folders that hold checkpoints or contain `destination`, because a model's folder can have a
+    Folders that hold checkpoints or contain `destination` are not entered, because a model's folder can have a
     training's checkpoints below it. Links to folders are not followed.
 
     Args:
         destination: where the files will be written.
         without: the paths of files that the caller writes itself.
-        quantized: False to leave out the files that say how the old weights are quantized.
+        quantized: whether to keep the files that say how the old weights are quantized.
 
     Raises OSError: a folder cannot be listed.
     """
@@ -159,7 +162,7 @@ def find_side_files(
             continue
         if kind is not None:
             left_out.setdefault(kind.told, []).append(name)
-        elif name.casefold() in names:  # a manifest must not list two paths that some file systems take for one
+        elif name.casefold() in names:  # a manifest must not list two paths that are one file on some file systems
             left_out.setdefault(_SAME_NAMES, []).append(name)
         elif problem := _problem(folder / name):
             left_out.setdefault(_UNFIT, []).append(name)
@@ -169,8 +172,8 @@ def find_side_files(
             if _TOO_MUCH not in left_out:
                 warnings.append(
                     f"{folder}: has more than {limits.HF_ASSETS} files or {limits.HF_ASSETS_BYTES} bytes beside its "
-                    f"weights: {name} and what follows it are left out; move what is not part of the model to another "
-                    "folder"
+                    f"weights: {name} and all later files are left out: move the files that are not part of the model "
+                    "to another folder"
                 )
             left_out.setdefault(_TOO_MUCH, []).append(name)
         else:
@@ -182,7 +185,7 @@ def find_side_files(
 def side_files(
     folder: Path, *, destination: Path, without: Collection[str] = (), is_strict: bool = True, quantized: bool = True
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields the path and the bytes of each file that `find_side_files` finds. It executes no code.
+    """Yields the path and the bytes of each file that `find_side_files` finds. Executes no code.
 
     Links into the hub's cache are followed. If `is_strict` is False, a file that cannot be read is left out with a
     warning, so that a save is not lost.
@@ -202,7 +205,7 @@ def side_files(
 
 
 def not_read(folder: Path, read: Container[str]) -> tuple[accounting.LeftOut, ...]:
-    """Returns the safetensors files of a model's folder that were not read, although they may belong to it."""
+    """Returns the safetensors files of a model's folder that were not read, but may belong to the model."""
     files = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in read and not path.is_dir())
     return (accounting.LeftOut(accounting.NOT_LISTED, tuple(files)),) if files else ()
 
@@ -218,7 +221,7 @@ def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), q
 
 
 def written_side_files(folder: Path, paths: Collection[Path]) -> list[WrittenFile]:
-    """Returns what the manifest records about files below a role's `huggingface/`."""
+    """Returns the manifest's records of files below a role's `huggingface/`."""
     written = []
     for path in sorted(set(paths)):
         data = path.read_bytes()
@@ -235,8 +238,8 @@ def warn_of_missing_code(folder: Path, config: Mapping[str, Any], warn: Callable
             # transformers loads "repository--module.Class" from that repository of the hub.
             if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
                 warn(
-                    "%s: auto_map names the code %s, which is not in the folder: transformers can load the model "
-                    "without trust_remote_code if it has the architecture itself; otherwise add the file",
+                    "%s: auto_map names the code %s, which is not in the folder: if transformers itself has the "
+                    "architecture, load the model without trust_remote_code; otherwise add the file",
                     *(folder / CONFIG_FILE, name),
                 )
                 return
@@ -246,16 +249,18 @@ def _listed(folder: Path) -> Collection[str]:
     """Returns the files of weights that the model's index lists."""
     try:
         return read_weight_map(folder / INDEX_FILE).values()
-    except (OSError, CheckpointCorruptError):  # no weights are read here, so the index need not be sound
+    except (OSError, CheckpointCorruptError):  # no weights are read here, so the index may be missing or damaged
         return ()
 
 
 def _entries(
     folder: Path, below: str, destination: Path, kinds: Sequence[Unwanted]
 ) -> Iterator[tuple[str, Unwanted | None]]:
-    """Yields the path of each file, and the `Unwanted` that leaves it out, or None. Files in subfolders come last.
+    """Yields the path of each file, with the `Unwanted` that leaves the file out, or None.
 
-    A folder that is left out is yielded as one path.
+    Files in subfolders come last.
+
+    For a folder that an `Unwanted` leaves out, yields one path.
     """
     with os.scandir(folder / below) as found:
         entries = sorted(found, key=lambda entry: (entry.is_dir(follow_symlinks=False), entry.name))
@@ -296,17 +301,17 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 def _problem(path: Path) -> str | None:
     """Returns why a file cannot be published; None if it can be published."""
     if "\\" in path.name or not str(path).isprintable():
-        return "has no plain name"
+        return "has a name with a backslash or with unprintable characters"
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist"
     if path.is_dir():
         return "is a link to a folder"
     if not path.is_file():
-        return "is no regular file"
+        return "is not a regular file"
     if (size := _size(path)) > limits.HF_ASSET_BYTES:
         return (
-            f"has {size} bytes, more than the {limits.HF_ASSET_BYTES} of a file beside weights: copy it by hand if it "
-            "belongs to the model"
+            f"has {size} bytes, more than the limit of {limits.HF_ASSET_BYTES} for a file beside weights: copy the "
+            "file by hand if it belongs to the model"
         )
     return None
 
@@ -316,7 +321,10 @@ def _size(path: Path) -> int:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    """Reads a file that will be published. Raises OSError if it cannot be read, or a link leads out of the model."""
+    """Reads a file that will be published.
+
+    Raises OSError if the file cannot be read, or a link leads out of the model.
+    """
     try:
         return read_small(linked_file(folder, name), limits.HF_ASSET_BYTES)
     except CheckpointCorruptError as error:

@@ -4,8 +4,8 @@ Only the codes of the wanted elements and the scales of their blocks are read, a
 
 One formula serves all forms: the value of the code times the scale of its block is computed in float32, and rounded
 once to the dtype of the model. In the form `compressed-tensors`, the product is first rounded to the dtype of the
-scales, as that library does. So the values are bit for bit the same as in transformers, except that transformers
-refuses tensors with smaller blocks at the end. C++ computes the product (`csrc/dequantize.cpp`) with a table of 256
+scales, as that library does. So the values are bit for bit those of transformers. But transformers refuses tensors with
+smaller blocks at the end, which are read here. C++ computes the product (`csrc/dequantize.cpp`) with a table of 256
 values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a tenth of what the
 disk delivers.
 """
@@ -42,8 +42,8 @@ class StoredWeights:
     """The tensors of a HuggingFace folder.
 
     Attributes:
-        tensors: all tensors by name, as if none of them were quantized. The file, offset and size of a quantized tensor
-            belong to its codes.
+        tensors: all tensors by name, as if none of them were quantized. For a quantized tensor, file, offset and size
+            are those of its codes.
 
     See `logical_tensors` for the arguments and errors.
     """
@@ -80,7 +80,7 @@ class StoredWeights:
 
     @property
     def scale_files(self) -> frozenset[str]:
-        """The names of the files that have scales. The codes may be in other files."""
+        """The names of the files that have scales. Codes may be in other files than their scales."""
         return frozenset(tensor.scales.path.name for tensor in self._quantized.values())
 
     def whole(self, name: str) -> StoredShard:
@@ -137,11 +137,11 @@ class DequantizingReader(ShardReader):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Some rows and columns of one matrix of codes, and where their values go.
+    """Some rows and columns of one matrix of codes, and the memory for their values.
 
     Attributes:
         matrix: the number of the matrix in the tensor.
-        rows, columns: the number of the first, and the number after the last.
+        rows, columns: the number of the first row or column, and the number after the last.
         destination: the element of `memory` that gets the first value.
         stride: the elements of `memory` from one row of values to the next.
     """
@@ -181,7 +181,7 @@ class _Part:
 
 
 def _parts(tensor: QuantizedTensor, first: int, read: ReadRange, memory: torch.Tensor) -> Iterator[_Part]:
-    """Cuts a range into parts of matrices, each of at most CONVERT_BYTES of codes, or of one row."""
+    """Cuts a range into parts of matrices, each of at most CONVERT_BYTES of codes; a longer row is a part by itself."""
     rows = read.rows
     height, width = tensor.matrix if not tensor.is_transposed else tensor.matrix[::-1]
     start, stride = first + rows.start, rows.source_stride
@@ -205,8 +205,8 @@ def _parts(tensor: QuantizedTensor, first: int, read: ReadRange, memory: torch.T
 def _runs(start: int, rows: Rows, width: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Cuts rows of elements at the ends of the matrix's rows.
 
-    Yields, for each part, its first element, the length and the number of its rows, its place in the memory, and the
-    distance of its rows there.
+    Yields, for each part: its first element, the length and the number of its rows, its place in the memory, and the
+    distance of its rows in the memory.
     """
     for number in range(rows.rows):
         at, destination = start + number * rows.source_stride, rows.destination + number * rows.destination_stride
@@ -239,7 +239,7 @@ def _as_bytes(part: _Part) -> torch.dtype:
 
 
 def _scale_rows(part: _Part) -> tuple[int, int]:
-    """Returns the first row of a part's scales in its matrix, and the number of the rows."""
+    """Returns the number of a part's first row of scales in the matrix's scales, and how many such rows it has."""
     height = part.tensor.block[0]
     first = part.rows[0] // height
     return first, -(-part.rows[1] // height) - first

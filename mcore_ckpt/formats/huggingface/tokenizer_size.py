@@ -17,9 +17,9 @@ from mcore_ckpt.io.files import linked_file, read_small
 
 
 def tokens_in(folder: Path) -> int | None:
-    """Returns 1 plus the largest number of a token. None if the folder has no file that lists tokens.
+    """Returns the largest number of a token plus 1. None if the folder has no file that lists tokens.
 
-    Added tokens count. A file that cannot be read is passed over, because only the tokenizer itself needs it.
+    Added tokens count. Files that cannot be read are skipped, because only the tokenizer itself needs them.
     """
     highest = -1
     for name, highest_in in _FILES.items():
@@ -50,25 +50,25 @@ class _Added(msgspec.Struct, gc=False):
 
 
 class _Tokenizer(msgspec.Struct):
-    """The needed fields of `tokenizer.json`. A large part of it, the pairs that make up tokens, is skipped."""
+    """The needed fields of `tokenizer.json`. The pairs that make up tokens, a large part of the file, are skipped."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     added_tokens: list[_Added] | None = None
 
 
 class _Config(msgspec.Struct):
-    """The needed field of `tokenizer_config.json`: the numbers of added tokens, as the names of members."""
+    """The needed field of `tokenizer_config.json`: its members' names are the numbers of the added tokens."""
 
     added_tokens_decoder: dict[str, _Added] | None = None
 
 
 _TOKENIZER, _CONFIG = msgspec.json.Decoder(_Tokenizer), msgspec.json.Decoder(_Config)
-# A safe lower bound for the bytes of an added token's entry, which in fact has 100 or more.
+# A safe lower bound for the bytes of an added token's entry. Real entries have 100 bytes or more.
 _LEAST_ADDED = 24
 # The longest accepted text between two commas, not counting the contents of strings.
 _LONGEST_MEMBER = 1 << 20
 _ANY = msgspec.json.Decoder(msgspec.Raw)
-# A token's number. The searched text has no tokens, because the contents of strings are removed from it.
+# Matches a token's number. No token can match, because the contents of strings are removed before the search.
 _NUMBER = re.compile(rb":\s*([0-9]{1,12})(?=\s*[,}])")
 
 
@@ -92,7 +92,7 @@ def _count_of(pairs: bytes) -> int:
 
 
 def _highest_in(tokens: bytes) -> int:
-    """Returns the highest number in an object of tokens and numbers. Raises ValueError for anything else."""
+    """Returns the highest number in a JSON object that maps tokens to numbers. Raises ValueError for other JSON."""
     if not tokens.startswith(b"{"):
         raise ValueError("not an object of tokens and their numbers")
     highest, rest = -1, b""

@@ -24,7 +24,7 @@ from mcore_ckpt.io.streams import Placed, cuts_of, memory_at, stream
 KIND = "huggingface"
 """The kind of these files in a manifest."""
 
-# A sum finds NaN in a tenth of the time of `isnan`, but torch cannot sum narrower dtypes.
+# A sum finds NaN in a tenth of the time of `isnan`, but torch can sum only these dtypes, not narrower ones.
 _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LOOK_CLOSER_ELEMENTS = 1 << 20
 
@@ -41,12 +41,12 @@ def write_weights(
     """Writes some of the planned files, durably.
 
     The function needs two buffers of STREAM_BYTES, the reader's memory, and memory for the tensors of one batch that
-    are converted to other values or another dtype. This does not depend on the sizes of the files.
+    are converted to other values or another dtype. The size of the files does not matter.
 
     Args:
         numbers: the indices, in `plan.files`, of the files to write.
         reader: the reader of the tensors. Its `read` is called on another thread, one call at a time.
-        folder: the folder to write to. It must not have any of these files yet.
+        folder: the folder to write to, which must not have any of these files yet.
         progress: a function that is called after each part has been written, with the number of bytes of the part.
         allow_nan: whether to write NaN instead of refusing it.
 
@@ -73,7 +73,7 @@ def write_weights(
 def write_index(plan: ExportPlan, folder: Path) -> WrittenFile | None:
     """Writes the index, which lists the file of each tensor, durably. A single file needs no index.
 
-    Returns None if there is no index. Raises OSError if it cannot be written.
+    Returns None if no index is written. Raises OSError if the index cannot be written.
     """
     if len(plan.files) == 1:
         return None
@@ -90,7 +90,7 @@ class _Target:
     Attributes:
         offsets: the byte offsets of the tensors in the file.
         cuts: the byte offsets at which the parts of the file begin and end.
-        crcs: the CRC-32s of the blocks of each part written so far.
+        crcs: for each part that has been written, the CRC-32s of its blocks.
     """
 
     file: WeightFile
@@ -174,7 +174,7 @@ def _crcs(job: _native.WriteJob, number: int, folder: Path) -> list[int]:
 
 def _refuse_nan(placed: Placed[_Part]) -> None:
     for tensor, first, memory in placed.part.tensors(placed.buffer, placed.offset):
-        # A sum of infinities of both signs is NaN, too, so a NaN sum is only a hint.
+        # A sum of infinities of both signs is NaN, too, so a NaN sum does not prove that an element is NaN.
         if tensor.dtype not in _SUMMED or not memory.sum().isnan():
             continue
         for number, part in enumerate(memory.split(_LOOK_CLOSER_ELEMENTS)):
@@ -182,6 +182,6 @@ def _refuse_nan(placed: Placed[_Part]) -> None:
             if len(bad):
                 at = first + number * _LOOK_CLOSER_ELEMENTS + int(bad[0])
                 raise CheckpointCorruptError(
-                    f"tensor {tensor.name}: element {at} is NaN: training had diverged before the save, or had never "
-                    "filled the tensor: use an older checkpoint, or allow NaN to be written"
+                    f"tensor {tensor.name}: element {at} is NaN: either the training had diverged before the save, or "
+                    "it had never filled this tensor: use an older checkpoint, or allow NaN to be written"
                 )

@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints in this package's own format, and reads them from remote stores, too."""
+"""Reads and writes checkpoints in this package's own format, and also reads such checkpoints from remote stores."""

@@ -2,9 +2,9 @@
 
 docs/format.md says how shards are coded. The values are float32. The elements are read into temporary memory.
 
-Only a load of exactly the same range, into the same form, takes the stored elements and the scale as they are.
-Remainders are valid only with the weights that they were saved with. So in any other case the load fills a weight
-together with its remainder, and then gathers the weights from their owners.
+A load takes the stored elements and the scale as they are only if it fills exactly the stored range, in the stored
+form. Remainders are valid only with the weights that they were saved with. So if it cannot take the remainders as they
+are, the load fills each weight together with its remainder, and then the ranks gather the weights from their owners.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 @dataclass(frozen=True)
 class Partners:
-    """What is needed, besides a coded shard's elements, to compute its values.
+    """The data that, together with a coded shard's elements, gives the shard's values.
 
     Attributes:
         scale: the shard of the scale; None if the coded shard has no scale.
-        upper: the ranges with the upper halves of all elements of the coded shard, in its order; empty if the shard has
-            a scale instead.
+        upper: the ranges with the upper halves of all elements of the coded shard, in the order of these elements;
+            empty if the shard has a scale instead.
     """
 
     scale: StoredShard | None = None
@@ -57,13 +57,14 @@ class _Part:
 def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tensor | None) -> torch.Tensor:
     """Returns the float32 values of stored elements.
 
-    With a scale, it computes what transformer-engine's `FusedAdam.get_unscaled_state` computes: each element as
-    float32, times the scale. With upper halves, it joins the two halves.
+    With a scale, the value is the element as float32, times the scale, as transformer-engine's
+    `FusedAdam.get_unscaled_state` computes it. With upper halves, the value is the upper half joined with the stored
+    lower half.
 
     Args:
         stored: the elements: float16 or uint8 (bits of float8_e4m3fn) with a scale, int16 with upper halves.
         scale: one float32, or None.
-        upper: bfloat16 of the same shape, or None.
+        upper: a bfloat16 tensor of the shape of `stored`, or None.
     """
     if upper is not None:
         return join_halves(upper, stored)
@@ -91,7 +92,7 @@ def read_coded(ranges: Sequence[ReadTarget], read: Read, partners: Callable[[Sto
 def _part(range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[ReadTarget]) -> _Part:
     """Makes the memory for one range, and appends the reads that fill it to `reads`."""
     rows, shard = range_.rows, range_.stored.as_stored
-    # The elements are read without gaps, whatever lies between the rows in the tensor.
+    # The rows are read into memory without gaps, even if they are apart in the tensor.
     stored = torch.empty(rows.numel, dtype=torch_dtype(shard.dtype), device=target.device)
     reads.append((ReadRange(shard, rows._replace(destination=0, destination_stride=rows.row)), stored))
     scale = upper = None

@@ -47,9 +47,9 @@ class FilePlan:
         share: all writers of the file, with their ranges.
         start: the first byte of this rank's range.
         stop: the end of this rank's range, exclusive.
-        head: the number of bytes directly before `start` that begin a tensor whose rest this rank writes. The number is
-            smaller than a page. The writer of the previous range writes its own copy of these bytes. If the copy
-            differs from this rank's bytes, the owner replaces it by this rank's bytes.
+        head: if a tensor begins before `start` and continues after it, the number of its bytes before `start`; else 0.
+            The number is smaller than a page. The writer of the previous range writes its own copy of these bytes. If
+            the copy differs from this rank's bytes, the owner replaces it by this rank's bytes.
     """
 
     request: WriteRequest
@@ -71,7 +71,10 @@ class FilePlan:
 
     @cached_property
     def least_size(self) -> int:
-        """The least size of the file in bytes. Each block's CRC, which is not known yet, can add up to 9 bytes."""
+        """The least size of the file in bytes.
+
+        The CRC of each block, which is not known yet, can make the file up to 9 bytes larger.
+        """
         return self.pt.records_end + len(self.pt.tail([0] * len(self.pt.slots), b"", 0)) + self.index.least_bytes
 
     @cached_property
@@ -95,12 +98,12 @@ class FilePlan:
 
     @cached_property
     def holds(self) -> str:
-        """A digest of `names`, which the ranks send at every save instead of thousands of names."""
+        """A digest of `names`. At every save, the ranks send this digest instead of thousands of names."""
         return _digest(self.names)
 
     @cached_property
     def structure(self) -> str:
-        """A digest of what must be the same on all writers of the file, so that their ranges fit together."""
+        """A digest of everything that must be the same on all writers of the file for their ranges to fit together."""
         tensors = [[*write.path, list(write.shape), dtype_name(write.tensor.dtype)] for write in self.request.tensors]
         return _digest([tensors, self.pt.records_end, self.share.writers, self.share.cuts])
 
@@ -142,7 +145,7 @@ class StructureCache:
 
 @dataclass(frozen=True, eq=False)
 class FileWrite:
-    """This rank's range of a file, and where the bytes of the range are in memory.
+    """This rank's range of a file, and the place of the range's bytes in memory.
 
     Attributes:
         plan: the file, and this rank's range in it.
@@ -150,7 +153,7 @@ class FileWrite:
         owner: the object that keeps the memory at these addresses alive. If the plan has a `head`, `owner` has the
             contiguous tensors, beginning with the first that has bytes in the range.
         device: the GPU that some of the tensors are on; None if all are in host memory.
-        on_device: for each tensor, whether it is on that GPU; empty if `device` is None.
+        on_device: for each tensor, whether the tensor is on that GPU; empty if `device` is None.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.
         offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
             `head` are directly before it.
@@ -168,7 +171,7 @@ class FileWrite:
     ready: Sequence[tuple[int, _native.DeviceEvent]] = ()
 
     def head(self) -> bytes:
-        """Returns the bytes of the plan's `head`. The copies from a GPU must be done."""
+        """Returns the bytes of the plan's `head`. Copies from a GPU into `buffer` must have ended before."""
         if not self.plan.head:
             return b""
         if self.buffer is not None:
@@ -199,7 +202,7 @@ def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> F
 
 
 def slot_across(slots: Sequence[PayloadSlot], offset: int) -> int | None:
-    """Returns the number of the slot that has bytes on both sides of an offset of the file; None if there is none."""
+    """Returns the number of the slot that has bytes on both sides of an offset of the file; None if no slot does."""
     number = bisect_left(slots, offset, key=lambda slot: slot.offset) - 1
     while number >= 0 and not slots[number].nbytes:
         number -= 1
@@ -256,15 +259,16 @@ def _new_skeleton(request: WriteRequest) -> PtSkeleton:
         tree[name] = {}
     for write, copy in zip(request.tensors, copies, strict=True):
         branch = tree
-        # Pickle recognizes a repeated string only if it is the same object, and a name that was loaded from a file is
-        # another object than the same name in the code. Without interning, a resumed run would write other bytes for
-        # the same state.
+        # Pickle recognizes a repeated string only if it is the same object. A name that was loaded from a file and an
+        # equal name in the code are two objects. Without interning, a resumed run would write other bytes for the same
+        # state.
         *parents, leaf = map(sys.intern, write.path)
         for part in parents:
             branch = branch.setdefault(part, {})
         branch[leaf] = copy
     if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
-        # torch numbers its records in the order of the tree, so slots would be assigned to the wrong tensors.
+        # torch numbers its records in the order of the tree. In another order, slots would be assigned to the wrong
+        # tensors.
         raise ValueError(f"{request.path}: the tensors are not listed in the order of their tree")
     return build_skeleton(tree, copies)
 

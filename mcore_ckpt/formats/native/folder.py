@@ -22,7 +22,7 @@ from mcore_ckpt.io.node_memory import is_memory
 
 
 class Folder(IndexFolder, Protocol):
-    """The folder of one checkpoint's files. Its methods raise the errors of `checkpoint.reading`."""
+    """The folder of one checkpoint's files. The methods raise the errors of `checkpoint.reading`."""
 
     def manifest(self) -> Manifest: ...
 
@@ -34,10 +34,13 @@ class Folder(IndexFolder, Protocol):
     def fill(self, files: Mapping[str, FileRecord], reads: Sequence[ReadTarget], check: bool = True) -> int: ...
 
     def fetch(self, record: FileRecord, target: Path) -> None:
-        """Copies a whole file to a new one. Raises CheckpointCorruptError if its bytes are not those of its record."""
+        """Copies a whole file to the new file `target`.
+
+        Raises CheckpointCorruptError if bytes differ from the record.
+        """
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
-        """Reads whole files and lists all differences from their records."""
+        """Reads whole files and lists all differences between a file and its record."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LocalFolder(LocalIndexes):
 
     @cached_property
     def _piece_bytes(self) -> int:
-        with suppress(OSError):  # a sandbox without /proc, for example, does not tell the type
+        with suppress(OSError):  # the type of the file system is unknown, as in a sandbox without /proc
             if is_memory(self.place):
                 return tuning.READ_MEMORY_BYTES
         return tuning.READ_BYTES

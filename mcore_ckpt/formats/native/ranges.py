@@ -33,8 +33,8 @@ def read_ranges(
         piece_bytes: the number of bytes that one thread reads at a time.
 
     Raises:
-        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been
-            copied, but other blocks may have been copied.
+        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. The damaged block has not been copied,
+            but other blocks may have been.
         CommitError: the GPU of a tensor hangs.
     """
     for path in {read.stored.file for read, _ in reads}:
@@ -43,7 +43,8 @@ def read_ranges(
     return read_stored(role_dir, reads, check, piece_bytes)
 
 
-# The jobs with a hung GPU. Queued copies may still write to the destinations, so the jobs must keep these alive.
+# The jobs whose GPU hangs. Queued copies may still write to the destinations, so the jobs must keep the destinations
+# alive.
 _hung: list[_native.ReadJob] = []
 
 

@@ -67,7 +67,7 @@ class NativeReader(StoredTensors):
         return self.folder.plain(self.file(path))
 
     def partners(self, shard: StoredShard) -> Partners:
-        """Finds what is needed, besides a coded shard's elements, to compute its values.
+        """Finds the data that, together with a coded shard's elements, gives the shard's values.
 
         Raises CheckpointCorruptError: upper halves of some elements are in no file.
         """
@@ -92,6 +92,6 @@ class NativeReader(StoredTensors):
             if not (plan.missing or plan.outside) and {each.dtype for each in stored} == {_UPPER}:
                 return Partners(upper=plan.reads)
         raise CheckpointCorruptError(
-            f"{self.folder}/{shard.file}: tensor {shard.key}: has the lower 16 bits of each value, but the model's "
-            f"files do not have all of the upper 16 bits as {_UPPER}"
+            f"{self.folder}/{shard.file}: tensor {shard.key}: has only the lower 16 bits of each value, and the "
+            f"model's files lack some of the upper 16 bits as {_UPPER}"
         )

@@ -1,4 +1,4 @@
-"""Reads a checkpoint from a remote store. Of each tensor, only the blocks that hold wanted elements are fetched.
+"""Reads a checkpoint from a remote store. Fetches only the blocks that hold wanted elements.
 
 Wanted rows become runs of whole CRC blocks. Runs that are close together share a request of at most 8 MiB, and 16
 requests run at a time. Each block is checked before its rows are copied. Nothing is written to a disk. Weights in
@@ -35,7 +35,7 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 
 class ReadableStore(Protocol):
-    """Where files are read by key: a remote store (`io.store.Store`), or another node (`fast.peer_store.PeerStore`)."""
+    """A remote store (`io.store.Store`) or another node (`fast.peer_store.PeerStore`), whose files are read by key."""
 
     def url_of(self, key: str) -> str: ...
     def read(self, key: str, start: int, stop: int) -> bytes | bytearray: ...
@@ -80,8 +80,8 @@ class RemoteFolder:
                 )
             if size != record.size:
                 raise CheckpointCorruptError(
-                    f"{self._url(record.path)}: has {size} bytes, not the {record.size} of the manifest: cut or "
-                    "replaced"
+                    f"{self._url(record.path)}: has {size} bytes, but the manifest says {record.size}: the file was "
+                    "cut or replaced"
                 )
 
     def index(self, record: FileRecord) -> IndexEntries:
@@ -120,7 +120,10 @@ class RemoteFolder:
         return None
 
     def _checked_pieces(self, file: FileRecord) -> Iterator[memoryview]:
-        """Yields the bytes of a file in pieces. Raises CheckpointCorruptError, after the last one for a wrong CRC."""
+        """Yields the bytes of a file in pieces.
+
+        Raises CheckpointCorruptError; if the CRC is wrong, it does so only after the last piece.
+        """
         crc = 0
         self.check([file])
         for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
@@ -181,7 +184,10 @@ class RemoteFolder:
 
 
 class _Buffers:
-    """Memory for fetches, which threads use in turn. Fresh memory for each fetch would take longer than its CRCs."""
+    """Memory for fetches, which threads use in turn.
+
+    Allocating fresh memory for each fetch would take longer than its CRCs do.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -231,7 +237,7 @@ class Fetch:
 def plan_fetches(reads: Iterable[ReadTarget]) -> Iterator[Fetch]:
     """Plans the requests that fetch all wanted blocks. Blocks that are near each other share a request.
 
-    A block that two reads need is fetched twice only if it is at the border of two requests.
+    A block that two reads need is fetched once, except at the border of two requests.
     """
     parts = [part for read, memory in reads for part in _parts(read, memory)]
     parts.sort(key=lambda part: (part.file, part.in_file[0]))
@@ -252,7 +258,7 @@ def plan_fetches(reads: Iterable[ReadTarget]) -> Iterator[Fetch]:
 
 
 def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
-    """Yields the runs of blocks that have bytes of a wanted row. No run is longer than REMOTE_READ_BYTES."""
+    """Yields the runs of blocks that have bytes of a wanted row. A run has at most REMOTE_READ_BYTES."""
     most = max(1, tuning.REMOTE_READ_BYTES // BLOCK_BYTES)
     for first, last in _block_runs(read):
         for block in range(first, last + 1, most):
@@ -272,14 +278,17 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
         else:
             runs.append((first, last))
-        # Skip the rows that end in these blocks, because there can be millions of them.
+        # Skip all rows that end in these blocks at once, because there can be millions of such rows.
         ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
         number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
     return runs
 
 
 def _copy_wanted(part: BlockRun, blocks: torch.Tensor) -> None:
-    """Copies the wanted elements of a run to their memory. `blocks` has the run's bytes, uint8, in host memory."""
+    """Copies the wanted elements of a run to their memory.
+
+    `blocks` is a uint8 tensor in host memory with the run's bytes.
+    """
     # Copy bytes and not elements, because elements are not always aligned in the fetched bytes.
     target = part.memory.view(-1).view(torch.uint8)
     for rows in rows_from(_in_bytes(part.read), part.start, part.stop):

@@ -1,8 +1,8 @@
-"""Finds the files of a native checkpoint that hold a tensor, and the tensor's place in them. Reads no tensor.
+"""Finds the files of a native checkpoint that hold a tensor, and the tensor's place in these files. Reads no tensor.
 
-It reads a file's index only when it looks for a tensor in that file, because one rank needs only a few of a thousand
-ranks' files. It does not need torch, which takes more than a second to import: commands that show what a checkpoint
-holds, and read no tensor, use this module alone.
+A file's index is read only when a tensor is looked for in that file, because one rank needs only a few of a thousand
+ranks' files. This module does not import torch, which would take more than a second: commands that show the contents of
+a checkpoint, and read no tensor, use this module alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 16
 
 
 class IndexFolder(Protocol):
-    """The folder of one checkpoint's files, for reading their indexes. Messages show its `str()`."""
+    """The folder of one checkpoint's files, for reading their indexes. Messages show the folder as `str()` gives it."""
 
     @property
     def place(self) -> Path | str:
@@ -73,8 +73,8 @@ class _Opened:
 class _Holders:
     """The files that hold each tensor.
 
-    A few neighbouring tensors share one list, and `of` finds the files in it that have the tensor, because a list for
-    each of 100,000 tensors would take a good part of a second to make.
+    A few neighbouring tensors share one list, from which `of` selects the files that have the tensor. A list for each
+    of 100,000 tensors would take a good part of a second to make.
     """
 
     def __init__(self, files: Sequence[FileRecord], tensors: int) -> None:
@@ -100,7 +100,7 @@ def _has(ends: Sequence[int], position: int) -> bool:
 
 
 class StoredTensors:
-    """Finds what a native checkpoint holds of each tensor, and where.
+    """Finds the shards of each tensor in a native checkpoint.
 
     Args:
         folder: the folder of the files, local or in a remote store.
@@ -159,7 +159,7 @@ class StoredTensors:
         return tuple(dict.fromkeys(shard.key.kind for each in opened for shard in each.bound_state.get(key, ())))
 
     def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
-        """Returns, by kind, the tensors of the bound state that belongs to the key's shard of a region.
+        """Returns the bound state that belongs to the key's shard of a region: its tensors, by kind.
 
         Returns None if no such shard is stored, although other shards of the key have bound state.
         """
@@ -226,9 +226,9 @@ class StoredTensors:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
-        one file. The last set is for tensors that are cut in an unusual way. If the reading rank has the layout of the
-        checkpoint, the first set is its own optimizer file, because a tensor's state is in the files of many
-        data-parallel ranks.
+        one file. The last set is for tensors that are cut in an unusual way. If the layout is still the checkpoint's,
+        the reading rank's own optimizer file comes as an additional first set, because otherwise the files of many
+        data-parallel ranks, which all have some of the tensor's state, would be opened.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -282,7 +282,7 @@ def _kinds(shards: Sequence[StoredShard]) -> tuple[str, ...]:
 
 
 def _bound_state(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:
-    """Returns the bound state of each shard that has any."""
+    """Returns the bound state of each shard that has bound state."""
     found: dict[ShardKey, tuple[StoredShard, ...]] = {}
     for shard in shards:
         if shard.beside is not None:

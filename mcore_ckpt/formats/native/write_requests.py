@@ -1,4 +1,4 @@
-"""Defines the requests that planning hands to writing, so that each of the two can be tested without the other."""
+"""Defines the requests that planning hands to writing, so that planning and writing can be tested separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorWrite:
         refresh: a function that makes the tensor again at each save, if no live tensor holds the state
             (`_extra_state`). It returns None if the module no longer has this state.
         coding: how the values follow from the tensor's elements. None if the elements are the values.
-        beside: for bound state, the kind of the shard to which this tensor belongs, in the same file; see StoredShard.
+        beside: for bound state, the kind of the shard in the same file to which this tensor belongs; see StoredShard.
     """
 
     path: tuple[str, ...]
@@ -49,8 +49,8 @@ class WriteRequest:
         tensors: the tensors, in the order of the tree.
         aliases: the keys that share the bytes of another key.
         tree: the keys of dicts at the root of the tree that are written even if they are empty.
-        writers: the world ranks that hold all of the tensors, so that each can write a part of the file. The first one
-            owns the file. Empty if only this rank writes the file.
+        writers: the world ranks that hold all of the tensors, so that each can write a part of the file. The first of
+            these ranks owns the file. Empty if only this rank writes the file.
     """
 
     path: str

@@ -28,7 +28,7 @@ class Exchange(Protocol):
 
 
 class Mended(NamedTuple):
-    """A tensor that begins in the range of one rank, `other`, but is stored with the bytes of another, `stored`."""
+    """A tensor that begins in the range of rank `other`, but is stored with the bytes of rank `stored`."""
 
     tensor: str
     other: int
@@ -43,7 +43,7 @@ class FileWriter:
         writes: the ranges. Their memory must not change until `finish` has returned. Memory in `sources` may change
             earlier, when `wait_for_sources` has returned.
         exchange: connects this rank with the other writers of shared files.
-        device_timeout_s: how long to wait for a GPU that does nothing, in seconds.
+        device_timeout_s: how many seconds to wait for a GPU that makes no progress.
 
     Attributes:
         mended: the differences between replicas that `finish` has found in the files that this rank owns.
@@ -73,10 +73,10 @@ class FileWriter:
         self.close()
 
     def close(self) -> None:
-        """Stops all writing. After it has returned, no thread writes any more."""
+        """Stops all writing. When this method has returned, no thread writes any more."""
         with in_job(self._job):
             self._job.close()
-        self._writes = ()  # they keep host memory alive
+        self._writes = ()  # the ranges would keep host memory alive
 
     def start(self) -> None:
         """Starts to write. Raises OSError if a folder cannot be made."""
@@ -102,7 +102,7 @@ class FileWriter:
     def wait_for_sources(self) -> None:
         """Waits until all ranges with `sources` are written. From then on these sources may change.
 
-        It raises the same errors as `finish`.
+        Raises the errors of `finish`.
         """
         for number, write in enumerate(self._writes):
             if write.sources is not None:
@@ -135,7 +135,7 @@ class FileWriter:
         return written
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Sets how many seconds the writing waits, from this call on, for a GPU that does nothing."""
+        """Sets how many seconds, from this call on, the writing waits for a GPU that makes no progress."""
         self._job.limit_device_wait(seconds)
 
     def progress(self) -> int:
@@ -153,7 +153,8 @@ class FileWriter:
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
         assert crcs is not None, "wait returns None only after a timeout"
-        # Copy the head in the first wait, because the sources may change as soon as it has ended (`wait_for_sources`).
+        # Copy the head during the first wait, because the sources may change as soon as `wait_for_sources` has
+        # returned.
         if number not in self._heads:
             self._heads[number] = self._writes[number].head()
         return crcs
@@ -195,10 +196,11 @@ class FileWriter:
         )
 
     def _different_heads(self, plan: FilePlan, parts: list[_Part]) -> dict[int, bytes]:
-        """Compares the heads of ranges with the bytes that the previous writers have written there.
+        """Compares the head of each range with the bytes that the previous writer has written there.
 
-        Returns the heads that differ, by their offset in the file, and puts their CRCs into `parts`. Without these
-        heads, the first bytes of a tensor in the file would come from one replica and all other bytes from another.
+        Returns the heads that differ, by their offset in the file, and puts their CRCs into `parts`. The caller writes
+        these heads into the file; otherwise the first bytes of a tensor would come from one replica and the remaining
+        bytes from another.
         """
         different: dict[int, bytes] = {}
         for number, cut in enumerate(plan.share.cuts[1:-1]):
@@ -215,7 +217,7 @@ class FileWriter:
 
 
 class _Part(NamedTuple):
-    """What the owner of a file must know about a writer's range: the CRCs of its blocks, and its `head`."""
+    """The facts that a file's owner needs about a writer's range: the CRCs of the range's blocks, and its `head`."""
 
     crcs: list[int]
     head: bytes

@@ -1,4 +1,4 @@
-"""Reads the arguments that Megatron-LM stores in its checkpoints, and what they say of the model."""
+"""Reads the arguments that Megatron-LM stores in its checkpoints, and derives facts about the model from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _ARGUMENTS = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-# If one of these is missing, another program wrote the arguments, and missing arguments say nothing about their fields.
+# Megatron-LM stores all of these arguments. If one is missing, another program wrote the checkpoint, and then a missing
+# argument says nothing about the model.
 _OF_MEGATRON_LM = {"norm_epsilon", "swiglu", "squared_relu", "position_embedding_type", "group_query_attention"}
 
 

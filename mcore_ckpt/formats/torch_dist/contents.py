@@ -1,4 +1,4 @@
-"""Describes a torch_dist checkpoint to write: slices of tensors in files, objects, and state that all ranks share."""
+"""Describes a torch_dist checkpoint before it is written: files with slices of tensors, objects, and common state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 @dataclass(frozen=True)
 class KeyRows:
-    """The rows of a tensor that megatron stores under one key: all rows, or one section's rows.
+    """The rows of a tensor that megatron stores under one key: all rows, or the rows of one section.
 
     Attributes:
         place: the key, and the tensor's index in the stored tensor's axes of layers and experts.
@@ -44,13 +44,13 @@ class KeyRows:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of a tensor that are written with one `torch.save`. All of them are stored under one key.
+    """Rows of a tensor that are written with one `torch.save` and stored under one key.
 
     Attributes:
-        tensor: the tensor's name, and which part of the training state it is.
+        tensor: the tensor's name and its kind.
         key_rows: the key, and all rows of the tensor that are stored under it.
         shape: the tensor's global shape.
-        start: the first row of the slice, counted in the tensor.
+        start: the first row of the slice, counted from the tensor's first row.
         stop: the row after the last one.
         dtype: the dtype without "torch.".
     """
@@ -74,7 +74,7 @@ class Slice:
 
     @property
     def sizes(self) -> Shape:
-        """The shape of the slice in the stored tensor, with its axes of layers and experts."""
+        """The shape of the slice in the stored tensor, including the axes of layers and experts."""
         return (*(1 for _ in self.key_rows.place.index), self.stop - self.start, *self.shape[1:])
 
     @property
@@ -118,7 +118,7 @@ class Contents:
     def of(
         slices: Sequence[Slice], objects: Mapping[str, bytes] | None = None, common: Mapping[str, Any] | None = None
     ) -> Contents:
-        """Divides slices into files of at most HF_LEAST_FILE_BYTES, or of one slice if a slice is larger."""
+        """Divides slices into files of at most HF_LEAST_FILE_BYTES; a larger slice gets a file of its own."""
         files = batches(slices, lambda each: each.nbytes, tuning.HF_LEAST_FILE_BYTES)
         return Contents(tuple(map(tuple, files)), objects or {}, common or {})
 
@@ -138,15 +138,16 @@ class Contents:
                 if entry.properties.dtype != properties.dtype:
                     raise CheckpointMismatchError(
                         f"tensor {each.tensor}: has dtype {each.dtype}, but another part of {key} has "
-                        f"{dtype_name(entry.properties.dtype)}, and megatron stores both as one tensor (of several "
-                        "layers, for example): cast them to one dtype, or use --format native for a HuggingFace model"
+                        f"{dtype_name(entry.properties.dtype)}, and megatron stores both parts as one tensor (of "
+                        "several layers, for example): cast both to one dtype, or use --format native for a "
+                        "HuggingFace model"
                     )
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)))
         return found
 
 
 def slices_of(tensor: ShardKey, rows: KeyRows, shape: Shape, dtype: str) -> Iterator[Slice]:
-    """Cuts the rows of a key into slices of at most SCATTER_BYTES, or of one row if a row is larger."""
+    """Cuts the rows of a key into slices of at most SCATTER_BYTES; a larger row is a slice by itself."""
     row_bytes = max(1, prod(shape[1:]) * torch_dtype(dtype).itemsize)
     step = max(1, tuning.SCATTER_BYTES // row_bytes)
     stop = rows.first + rows.count
@@ -155,7 +156,7 @@ def slices_of(tensor: ShardKey, rows: KeyRows, shape: Shape, dtype: str) -> Iter
 
 
 def saved_object(value: Any) -> bytes:
-    """Returns the bytes that stand for the value of a sharded object."""
+    """Returns the bytes that are stored for the value of a sharded object."""
     saved = io.BytesIO()
     torch.save([value], saved)
     return saved.getvalue()

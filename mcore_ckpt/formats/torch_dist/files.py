@@ -35,11 +35,12 @@ from mcore_ckpt.io.files import inside, opened, read_exact, read_small
 from mcore_ckpt.sharding.regions import Box
 
 METADATA_FILE = ".metadata"
-# megatron-core up to 0.18 stores the state that all ranks share in this file; 0.19 stores it in a sharded object
-# (`dist_checkpointing.save`). If both are there, the file is read, as `load_common_state_dict` of 0.19 does.
+# megatron-core up to 0.18 stores the state that all ranks share in this file; 0.19 stores this state in a sharded
+# object (`dist_checkpointing.save`). If a checkpoint has both, the file is read, as by `load_common_state_dict` of
+# 0.19.
 COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
-# Keys of optimizer state, of one optimizer or of a chain.
+# The beginning of the keys of optimizer state, with a number if there are several chained optimizers.
 OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 
 
@@ -59,8 +60,8 @@ class WantedPart:
         global_shape: the shape of the whole tensor.
         offset: the box's offset in the whole tensor.
         memory: the CPU tensor to fill, with as many axes as the whole tensor.
-        may_differ: True if the stored tensor may have another number of rows (another padding of the vocabulary). In
-            rows that the stored tensor does not have, `memory` keeps its values.
+        may_differ: True if the stored tensor may have another number of rows (another padding of the vocabulary). Rows
+            that the stored tensor lacks keep their values in `memory`.
     """
 
     key: str
@@ -175,15 +176,15 @@ class TorchDistFiles:
         return sorted(key for key in self._objects if key.startswith(prefix))
 
     def digest(self) -> str:
-        """Returns a digest of all names, which is the same on all ranks that see the same checkpoint."""
+        """Returns a digest of all names. Ranks that see the same checkpoint have the same digest."""
         return hashlib.sha256("\n".join(self.names).encode()).hexdigest()
 
     def positions_read(self) -> str:
-        """Returns which of `names` have been read, as bits of a hexadecimal number, to send few bytes to rank 0."""
+        """Returns a hexadecimal number whose bits say which of `names` have been read: few bytes to send to rank 0."""
         return f"{sum(1 << number for number, name in enumerate(self.names) if name in self._read):x}"
 
     def names_not_in(self, positions: Sequence[str]) -> list[str]:
-        """Returns the names that no rank has read. `positions` has the `positions_read` of all ranks."""
+        """Returns the names that no rank has read. `positions` has the `positions_read()` of each rank."""
         read = 0
         for position in positions:
             read |= int(position, 16)
@@ -226,17 +227,17 @@ class TorchDistFiles:
         self.nbytes += found * wanted.memory.element_size()
 
     def _has_flat_cells(self, wanted: WantedPart) -> bool:
-        """Returns True if the tensor is stored as a grid of equal cells, with one more axis for the elements of a cell.
+        """Returns True if the tensor is stored as a grid of equal cells, with a last axis for the elements of a cell.
 
-        megatron-core up to 0.15 stores optimizer state in this way (`sharded_tensor_to_torch_sharded_tensor`) if its
-        form is `fully_sharded_model_space`, the default there. 0.16 no longer has this form. A cell is the part of one
-        tensor-parallel rank.
+        megatron-core up to 0.15 stores optimizer state in this way (`sharded_tensor_to_torch_sharded_tensor`) if the
+        form is `fully_sharded_model_space`, the default of these versions. 0.16 no longer has this form. A cell is the
+        part of one tensor-parallel rank.
         """
         found = self._tensors.get(wanted.key)
         if found is None or len(found[1].size) != len(wanted.global_shape) + 1:
             return False
         if not OPTIMIZER_KEY.match(wanted.key):
-            return False  # weights are never stored in this way: another number of axes means another tensor
+            return False  # weights are never stored in cells: with another number of axes, this is another tensor
         *grid, numel = found[1].size
         cell = _cell_shape(wanted.global_shape, grid)
         return cell is not None and prod(cell) == numel
@@ -273,14 +274,17 @@ class TorchDistFiles:
 
 
 def _cell_shape(shape: Sequence[int], grid: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the shape of each cell of a tensor that a grid cuts evenly; None if that is not possible."""
+    """Returns the shape of a cell if the grid divides the tensor into equal cells; else None."""
     if any(cells < 1 or length % cells for length, cells in zip(shape, grid, strict=True)):
         return None
     return tuple(length // cells for length, cells in zip(shape, grid, strict=True))
 
 
 def _part_of(tensor: torch.Tensor, box: Box, offset: Sequence[int]) -> torch.Tensor:
-    """Returns the part of a tensor that a box covers. The tensor itself begins at `offset` in the global tensor."""
+    """Returns the part of a tensor that a box of the global tensor covers.
+
+    The tensor begins at `offset` in the global one.
+    """
     for axis, (start, length, first) in enumerate(zip(box.offset, box.shape, offset, strict=True)):
         tensor = tensor.narrow(axis, start - first, length)
     return tensor
@@ -289,7 +293,7 @@ def _part_of(tensor: torch.Tensor, box: Box, offset: Sequence[int]) -> torch.Ten
 def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
     """Fills the part of the memory that one stored chunk covers.
 
-    torch's `FileSystemReader.read_data` (2.13) is not used, because it opens the chunk with `torch.load`.
+    torch's `FileSystemReader.read_data` (2.13) is not used, because that method opens the chunk with `torch.load`.
     """
     stored = folder.metadata.storage_data.get(item.storage_index)
     path = stored_file(folder.path, key, stored)
@@ -305,7 +309,8 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
     whole = folder.metadata.state_dict_metadata[key]
     if not isinstance(whole, TensorStorageMetadata) or prod(tensor.shape) > prod(whole.size):
         raise CheckpointCorruptError(
-            f"{path}: tensor {key}: a stored part has shape {list(tensor.shape)}, more elements than the whole tensor"
+            f"{path}: tensor {key}: a stored part has shape {list(tensor.shape)}, which is more elements than the "
+            "whole tensor has"
         )
     data = bytearray(read_bytes(tensor))
     source = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
@@ -330,7 +335,7 @@ def _read_common(folder: _Folder) -> dict[str, Any]:
     else:
         shown, common = f"{folder.path}: object {_COMMON_OBJECT}", _read_object(folder, _COMMON_OBJECT)
     if not isinstance(common, dict):
-        raise CheckpointCorruptError(f"{shown}: does not contain a dict, but megatron writes a dict")
+        raise CheckpointCorruptError(f"{shown}: contains no dict, but megatron writes a dict")
     return common
 
 
@@ -349,8 +354,8 @@ def _read_bytes_of(folder: _Folder, key: str) -> bytes:
         with opened(path) as (descriptor, size):
             if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:
                 raise CheckpointCorruptError(
-                    f"{path}: object {key}: needs {stored.length} bytes from byte {stored.offset} on in a file of "
-                    f"{size}: the file was cut, or the object is too large"
+                    f"{path}: object {key}: needs {stored.length} bytes from byte {stored.offset} on, but the file has "
+                    f"{size} bytes: the file was cut, or the object is too large"
                 )
             return read_exact(descriptor, stored.length, stored.offset, path)
     except OSError as error:
@@ -358,11 +363,11 @@ def _read_bytes_of(folder: _Folder, key: str) -> bytes:
 
 
 def check_plain_bytes(path: Path, key: str, stored: Any) -> None:
-    """Raises UnsupportedError if a `storage_data` entry says that the bytes are compressed or otherwise changed."""
+    """Raises UnsupportedError if a `storage_data` entry says that the bytes are compressed or otherwise transformed."""
     if getattr(stored, "transform_descriptors", None):
         raise UnsupportedError(
-            f"{path}: {key}: is stored with {stored.transform_descriptors}: save it without compression or other "
-            "transforms"
+            f"{path}: {key}: is stored with {stored.transform_descriptors}: save the checkpoint without compression or "
+            "other transforms"
         )
 
 
@@ -374,5 +379,5 @@ def _check_backend(file: Path) -> None:
     if backend != "torch_dist":
         raise UnsupportedError(
             f"{file}: the checkpoint was written by the backend {fields.shown(backend)}, but only torch_dist can be "
-            "read: save it again as torch_dist"
+            "read: save the checkpoint again as torch_dist"
         )

@@ -18,8 +18,8 @@ from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.regions import Shape
 
 _LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)\.(.+)")
-# The layers of a vision tower of megatron's modules are alike, and so are the mergers of Qwen3-VL's tower. So each kind
-# shares keys.
+# In a vision tower of megatron's modules, all layers share keys, because they are alike. In the same way, all mergers
+# of Qwen3-VL's tower share keys.
 _IN_TOWER = re.compile(r"(vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.)?mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _IN_LAYER = re.compile(
@@ -30,7 +30,7 @@ _TOWER_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layerno
 _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
-# The last norm of a HybridModel, and the layers that follow its other norms.
+# The last norm of a HybridModel, and for each other norm of such a model the module that follows the norm.
 _HYBRID_NORM = "decoder.final_norm.weight"
 _HYBRID_NORMS = {
     "norm": "mixer.in_proj",
@@ -38,7 +38,7 @@ _HYBRID_NORMS = {
     "pre_mlp_layernorm": "mlp.linear_fc1",
 }
 
-# Modules that have weights but no `_extra_state`. GPTModel removes the `_extra_state` of the output layer.
+# Tensors of modules that have weights but no `_extra_state`. GPTModel removes the `_extra_state` of the output layer.
 _STATELESS = re.compile(
     r"(?:(?:language_model\.)?(?:embedding|output_layer)\.|visual\.|vision_model\.(?:patch|pos)_embed\."
     r"|.*\.router\.|.*\.conv1d\.|.*\.mixer\.norm\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
@@ -86,11 +86,11 @@ class Keys:
         self._is_hybrid = _HYBRID_NORM in names
 
     def places(self, name: str) -> list[Place]:
-        """Returns the places of a tensor: two for a norm with different keys in megatron's layer specs, else one."""
+        """Returns the places of a tensor: two for a norm whose key differs between megatron's layer specs, else one."""
         return [self.place(key) for key in self._in_specs(name)]
 
     def states(self, name: str) -> Iterator[Place]:
-        """Yields the places of the `_extra_state` of the modules that hold a tensor. megatron requires all of these."""
+        """Yields the places of the `_extra_state` of the modules that hold a tensor, because megatron requires each."""
         for key in self._in_specs(name):
             # HybridModel keeps the `_extra_state` of the output layer (0.19).
             has_state = not _STATELESS.match(key) or (self._is_hybrid and key == MCORE_HEAD)
@@ -114,14 +114,15 @@ class Keys:
         is_latent, is_moe = layer + _LATENT in self._names, layer + _ROUTER in self._names
         module, _, kind = rest.rpartition(".")
         if self._is_hybrid and module in _HYBRID_NORMS:
-            # megatron's only spec for HybridModel is of transformer-engine, and fuses the norms of layers without
-            # experts. A spec of local layers would keep them.
+            # megatron's only spec for HybridModel uses transformer-engine, and fuses the norms of layers without
+            # experts. A spec of local layers would keep these norms.
             return (name,) if is_moe else (name, f"{layer}{_HYBRID_NORMS[module]}.layer_norm_{kind}")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
             # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).
             return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
         if module == "input_layernorm" and not is_latent:
-            # transformer-engine's spec fuses the norm, and the local spec renames it (`sharded_state_dict_keys_map`).
+            # transformer-engine's spec fuses the norm, and the local spec renames the norm
+            # (`sharded_state_dict_keys_map`).
             return (f"{layer}self_attention.linear_qkv.layer_norm_{kind}",)
         if module == "pre_mlp_layernorm":
             fused = f"{layer}mlp.linear_fc1.layer_norm_{kind}"
@@ -135,7 +136,7 @@ class Keys:
         return (name,)
 
     def place(self, name: str) -> Place:
-        """Returns the place of a tensor that is stored under its name, except for the axes of layers and experts."""
+        """Returns the place of a tensor whose key is its name without numbers that become axes (layers, experts)."""
         key, index, lengths = name, list[int](), list[int]()
         if match := _IN_TOWER.fullmatch(key):
             key = match[1] + match[3]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TORCH_DIST_CONFIG = "metadata.json"
 
-# Older versions of verl saved everything into one folder. Newer versions (layout 2) have a folder for each of these.
+# Older versions of verl saved everything into one folder. Newer versions (layout 2) write these three folders.
 _VERL_TREES = ("model", "optimizer", "extra")
 
 
@@ -76,7 +76,7 @@ def _has_config(folder: Path) -> bool:
     try:
         config = fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except PermissionError as error:
-        # If the folder itself refuses access, nothing shows that it has this file.
+        # If the folder itself refuses access, nothing shows that the file exists.
         if not os.path.lexists(path):
             return False
         raise CheckpointError(f"{path}: cannot be read, so the kind of this folder is not known: {error}") from error

@@ -1,10 +1,10 @@
 """Reads the optimizer's state from a torch_dist checkpoint.
 
 A `fully_reshardable` or `fully_sharded_model_space` optimizer loads under any layout (`fully_sharded_model_space` only
-with the same padding of the vocabulary). For a `dp_reshardable` optimizer, only the data-parallel size may differ from
-the saved one. Other optimizers than DistributedOptimizer (replicated Adam, Muon and its kin, with or without owners)
-are stored tensor by tensor, in the model's shapes. Their state loads under any layout, also into a DistributedOptimizer
-of the same kind.
+with the same padding of the vocabulary). A `dp_reshardable` optimizer loads only under the saved layout, except that
+the data-parallel size may differ. The state of optimizers other than DistributedOptimizer (replicated Adam, Muon and
+similar ones, layer-wise or not) is stored tensor by tensor, in the model's shapes. Such state loads under any layout,
+also into a DistributedOptimizer of the same kind.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from mcore_ckpt.sharding.plan import PARAM
 
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
-# megatron's default until 0.15; 0.16 no longer has it. Each tensor of such a state can be read in the model's shape,
-# too.
+# megatron's default until 0.15; 0.16 no longer has it. Each tensor of such a state can be read in the model's shape, as
+# under `fully_reshardable`.
 _MODEL_SPACE = "fully_sharded_model_space"
-# megatron names no form for other optimizers than DistributedOptimizer. Each tensor of the state has the model's
+# megatron names a form only for DistributedOptimizer. In the state of any other optimizer, each tensor has the model's
 # shape.
 _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
 MAIN_NAMES = (PARAM, "fp32_param")
-# The parameter that HybridDeviceOptimizer updates. After a load by megatron it can differ from the stored main
-# parameter, which is only a copy.
+# The name of the parameters that HybridDeviceOptimizer updates. After a load by megatron, such a parameter can differ
+# from the stored main parameter, which is only a copy.
 _INNER = "master_param"
-# The settings of param groups that show the kind of an optimizer. Adam has the first two, Lion the first, Muon the
-# third. SGD, AdaptiveMuon and SOAP also have later settings.
+# The settings of param groups that show the kind of an optimizer. Adam has the first two settings, Lion only the first,
+# Muon the third. SGD, AdaptiveMuon and SOAP have settings further down the list.
 _KIND_SETTINGS = {"betas", "eps", "momentum", "beta2", "nesterov", "dampening", "shampoo_beta"}
 
 Stored = Mapping[str, Any]
-"""The state of one saved optimizer without its tensors: param groups, scaler, `param_state_sharding_type`."""
+"""The state of one saved optimizer except tensors: param groups, scaler, `param_state_sharding_type`."""
 
 
 def read_optimizer(
@@ -87,10 +87,9 @@ def read_optimizer(
 
 
 def _saved_parts(path: Path, saved: Any) -> list[Stored]:
-    """Returns the state of each chained optimizer.
+    """Returns the state of each chained optimizer. `saved` is the optimizer's entry in the state that all ranks share.
 
-    The state that all ranks share contains one state if there is one optimizer, or a dict or list of states if there
-    are several. Chains may nest.
+    The entry is one state if there is one optimizer, or a dict or list of states if there are several. Chains may nest.
     """
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
         saved = [saved[number] for number in range(len(saved))]
@@ -148,8 +147,8 @@ class _Parameters:
         """Reads a parameter's state, which has the model's shape, and keeps the range that this rank owns."""
         if owned.has_bound_state:
             raise UnsupportedError(
-                f"optimizer state of {owned.name}: {part.kind_name} has state whose shape is not the parameter's, "
-                "which megatron cannot store in torch_dist: leave 'optimizer' out of load_contents"
+                f"optimizer state of {owned.name}: {part.kind_name} has state of another shape than the parameter's, "
+                "but megatron cannot store such state in torch_dist: leave 'optimizer' out of load_contents"
             )
         tensor = self.tensors[id(owned.parameter)]
         weight = self.weights.get(id(owned.parameter), owned.parameter.detach()).cpu()
@@ -157,20 +156,21 @@ class _Parameters:
         for kind in (PARAM, *part.moments):
             names = self._names_of(kind, tensor.key)
             name = next((name for name in names if any(map(self.keys.has, tensor.keys(name)))), None)
-            # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at
-            # zero.
+            # Rows that pad the vocabulary need not be stored. If they are not, main parameters start from the weights,
+            # and moments start at zero.
             whole = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
-            # A weight of fp32 can be its own main parameter.
+            # An fp32 weight can be its own main parameter, and then no main parameter is stored.
             if name is not None or kind != PARAM or weight.dtype != torch.float32:
                 whole = tensor.fill(name or names[0], whole, self.keys.read)
             found[kind] = whole.reshape(-1)[owned.start : owned.stop].clone()
         return found
 
     def _names_of(self, kind: str, key: str) -> list[str]:
-        """Returns the keys under which a tensor's state can be.
+        """Returns the keys under which a tensor's state can be stored.
 
         `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the key if there are several
-        parts. Another layout can have other parts, so the tensor can be under any of these numbers.
+        parts. Under another layout, a tensor can belong to a part with another number, so its key can have any of these
+        numbers.
         """
         prefixes = ["", *(f"chained_{number}." for number in range(len(self.saved)))]
         kinds = MAIN_NAMES if kind == PARAM else (kind,)
@@ -186,7 +186,7 @@ class _Buckets:
 
     def read_part(self, number: int, part: LivePart) -> FoundPart:
         prefix = f"chained_{number}." if len(self.training.parts) > 1 else ""
-        # The key is for this rank's combination of pipeline, tensor and expert ranks.
+        # This key belongs to this rank's combination of pipeline, tensor and expert ranks.
         group_key = f"{prefix}optimizer.distributed.dp_group_idx_{part.group_index}"
         places = part.bucket_ranges()
         tensors = [self._read_range(group_key, *each) for each in zip(part.ranges, places, strict=True)]
@@ -209,9 +209,9 @@ class _Buckets:
                 self.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(
-                    f"{error}. A {_DP_RESHARDABLE} optimizer state can be loaded only with the tensor, pipeline and "
-                    "expert layout and the bucket sizes that it was saved with: use these, load only the model, or "
-                    f"save the optimizer as {_FULLY_RESHARDABLE}"
+                    f"{error}. A {_DP_RESHARDABLE} optimizer state can be loaded only with the saved tensor, pipeline "
+                    "and expert layout and the saved bucket sizes: use these, load only the model, or save the "
+                    f"optimizer as {_FULLY_RESHARDABLE}"
                 ) from None
         tensors[PARAM] = tensors.pop(_INNER, tensors[PARAM])
         return tensors
@@ -221,7 +221,7 @@ class _Buckets:
 
 
 def _of_the_same_kind(part: LivePart, saved: Sequence[Stored]) -> Sequence[Stored]:
-    """Returns the saved parts that have the same kind of optimizer as this part, or all if none has.
+    """Returns the saved parts whose optimizer is of the kind of `part`, or all saved parts if there are no such parts.
 
     The settings in the param groups show the kind.
     """
@@ -236,8 +236,8 @@ def _kind_settings(groups: Sequence[Mapping[str, Any]]) -> set[str]:
 def _groups_for(part: LivePart, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Selects the saved groups that belong to a part. A part has either the experts' groups or all other groups.
 
-    megatron separates the experts' groups only under expert parallelism. Groups that were saved without this separation
-    are used for both kinds of part.
+    megatron separates the experts' groups only under expert parallelism. If no saved group belongs to the part, the
+    saved groups were not separated, and all of them are used for the part.
     """
     field, wanted = "is_expert_parallel", part.is_of_experts
     return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
@@ -262,14 +262,14 @@ def _found_part(
     groups: Sequence[Mapping[str, Any]],
     part: LivePart | None = None,
 ) -> FoundPart:
-    """Returns a part with its step and scaler. `part` is the live part. None: the part counts steps."""
+    """Returns a part with its step and scaler. `part` is the live part; if it is None, the part counts steps."""
     stored = [group for state in saved for group in _stored_groups(state)]
     if not stored:
         raise CheckpointMismatchError(
             f"{files.path}: has no param groups of the optimizer: leave 'optimizer' out of load_contents"
         )
     steps = {group["step"] for group in stored if group.get("step") is not None}
-    # Float16OptimizerWithFloat16Params and FP32Optimizer store the step outside of the groups, as a number or a
+    # Float16OptimizerWithFloat16Params and FP32Optimizer store the step outside of the param groups, as a number or a
     # tensor.
     common = ((state.get("optimizer") or {}).get("state") for state in saved)
     steps |= {int(each["common_step"]) for each in common if isinstance(each, Mapping) and "common_step" in each}

@@ -1,11 +1,10 @@
 """Reads the model's tensors from a torch_dist checkpoint (megatron's `dist_checkpointing`), without a live model.
 
 The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key, and the
-stored tensor has an axis of layers in front (`TransformerBlock`). In the same way, experts share one key, and the
-stored tensor has an axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or
-`singleton_local_shards` each layer or expert has its own key, and gate and up have separate keys
-(`apply_swiglu_sharded_factory`). The sections of a mixer's fused projection always have separate keys
-(`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
+stored tensor has an axis of layers in front (`TransformerBlock`). Experts share one key, too, and the stored tensor has
+an axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or `singleton_local_shards` each
+layer or expert has its own key, and gate and up have separate keys (`apply_swiglu_sharded_factory`). The sections of a
+mixer's fused projection always have separate keys (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.synonyms import synonyms
 
-# The mergers of Qwen3-VL's vision tower share keys, too, in Megatron-Bridge and mbridge.
+# In Megatron-Bridge and mbridge, the mergers of Qwen3-VL's vision tower share keys, too, as layers do.
 _ALIKE_LAYERS = re.compile(r"((?:.*\.)?(?:layers|deepstack_merger_list)\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
-# The sections of fused tensors, in the order that they have there. "w" and "v" are gate and up. A GatedDeltaNet has
-# "query" to "alpha", its convolution only "query", "key" and "value". A MambaMixer has "z", "x", "B", "C" and "dt", its
-# convolution only "x", "B" and "C".
+# The sections of fused tensors, in the order that they have in a tensor. "w" and "v" are gate and up. The fused
+# projection of a GatedDeltaNet has "query" to "alpha", and the convolution only "query", "key" and "value". The fused
+# projection of a MambaMixer has "z", "x", "B", "C" and "dt", and the convolution only "x", "B" and "C".
 _SECTIONS = ("w", "v", "query", "key", "value", "z", "beta", "alpha", "x", "B", "C", "dt")
 _SECTION = re.compile(
     r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
     rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
 )
-# The largest accepted number of tensors under one key (layers times experts). Damaged metadata can give any number.
+# The largest accepted number of tensors under one key (layers times experts), because damaged metadata can give any
+# number.
 _MOST_ALIKE = 1_000_000
 
 
@@ -52,8 +52,8 @@ class _Key:
     """The global tensors that are stored under a key.
 
     Attributes:
-        name: the tensors' global name. Where the stored tensor has an axis of layers or experts, the name has `{layer}`
-            or `{expert}` instead of a number.
+        name: the tensors' global name. If the stored tensor has an axis of layers or experts, the name has `{layer}` or
+            `{expert}` instead of the number.
         section: the section, one of `_SECTIONS`, that is stored under the key; None if whole tensors are stored.
     """
 
@@ -71,7 +71,7 @@ class _Chunk:
 
     Attributes:
         of: the global tensors that are stored under the key.
-        shape: the shape of each of these global tensors.
+        shape: the shape of each global tensor that is stored under the key.
         first: the row of the global tensor at which the key's section begins.
         box: the chunk's offsets and sizes in the key's tensor.
         stored: the place of the chunk's bytes, an entry of torch's `storage_data`.
@@ -126,7 +126,7 @@ def open_torch_dist(path: Path) -> ShardReader:
 
 
 def _without_other_names(reader: ShardReader) -> ShardReader:
-    """Keeps one of several equal tensors. `convert` writes a norm under its names in all specs (`keys.py`)."""
+    """Keeps one of several equal tensors, because `convert` writes a norm under its names in all specs (`keys.py`)."""
     left_out: set[str] = set()
     for name in reader.names:
         for other in synonyms(name):
@@ -134,8 +134,8 @@ def _without_other_names(reader: ShardReader) -> ShardReader:
                 continue
             if not same_bytes(reader, name, other):
                 raise CheckpointMismatchError(
-                    f"{reader.place}: tensors {name} and {other} are one tensor under the names of two layer specs, "
-                    "but they differ, so it is unknown which one was trained: save the checkpoint again"
+                    f"{reader.place}: tensors {name} and {other} are names of one tensor in two layer specs, but the "
+                    "stored values differ, so the trained values are unknown: save the checkpoint again"
                 )
             left_out.add(other)
     return reader.without(sorted(left_out))
@@ -161,7 +161,8 @@ def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tupl
             raise CheckpointCorruptError(f"{folder}: tensor {key}: shape {list(size)} has too few axes for this key")
         if prod(size[: len(of.axes)]) > _MOST_ALIKE:
             raise CheckpointCorruptError(
-                f"{folder}: tensor {key}: has shape {list(size)}, which would be more than {_MOST_ALIKE} tensors"
+                f"{folder}: tensor {key}: has shape {list(size)}, which would mean more than {_MOST_ALIKE} layers or "
+                "experts"
             )
         yield key, (of, stored)
 

@@ -1,12 +1,12 @@
 """Reads the state that a rank resumes from in a torch_dist checkpoint of megatron's trainer or of verl.
 
 megatron's `sharded_state_dict` describes which part of which tensor a rank holds, but this package reads the files
-itself. It does not call `dist_checkpointing.load` (0.16.1), for two reasons. First, that function executes the pickles
-in `.metadata` and in every sharded object (`FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` of
-torch 2.13). Second, loading the optimizer in this way fails with torch's Adam: `sharded_state_dict(is_loading=True)`
-fails an assertion before the optimizer's first step, and `load_parameter_state_from_fully_reshardable` looks for a
-`step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores the step in the param
-groups.
+itself. This package does not call `dist_checkpointing.load` (0.16.1), for two reasons. First, that function executes
+the pickles in `.metadata` and in every sharded object (`FileSystemReader.read_metadata` and
+`DefaultLoadPlanner.load_bytes` of torch 2.13). Second, loading the optimizer in this way fails with torch's Adam:
+`sharded_state_dict(is_loading=True)` fails an assertion before the optimizer's first step, and
+`load_parameter_state_from_fully_reshardable` looks for a `step` of each parameter
+(`_set_main_param_and_optimizer_states`), but the checkpoint stores the step in the param groups.
 
 The model loads under any layout, and random states load only under the same tensor- and pipeline-parallel sizes.
 `optimizer_state.py` says under which layouts the optimizer's state loads. Padding rows of the vocabulary that the
@@ -42,7 +42,8 @@ _QUANTIZED = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 class TorchDistState(ForeignState):
     """The state in one torch_dist folder, or in the `dist_ckpt` folders that verl writes below a role's folder.
 
-    The step is the checkpoint's `iteration`. If that is missing, the step is the number in the folder's name, or 0.
+    The step is the checkpoint's `iteration`. If there is no `iteration`, the step is the number in the folder's name,
+    or 0.
     """
 
     def __init__(self, path: Path, training: LiveTraining) -> None:
@@ -71,8 +72,8 @@ class TorchDistState(ForeignState):
         """The model's tensors that are to be loaded, under the names that the checkpoint uses.
 
         The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on
-        whether the layers were homogeneous, which not every checkpoint records. So this property tries the names of
-        both cases, and takes the names of the case in which fewer are missing.
+        whether the layers were homogeneous, which not every checkpoint records. So this property tries the names for
+        homogeneous layers and the names for other layers, and takes the set of which the checkpoint has more.
         """
         saved = self._files.common.get("content_metadata")
         flags = {key: each for key, each in saved.items() if isinstance(each, bool)} if isinstance(saved, dict) else {}
@@ -114,8 +115,8 @@ class TorchDistState(ForeignState):
         if key is None:
             raise CheckpointMismatchError(
                 f"{self._path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: random states can be "
-                "loaded only with the tensor and pipeline sizes that they were saved with. Leave 'extra' out of "
-                "load_contents to start with fresh ones"
+                "loaded only with the saved tensor and pipeline sizes. Leave 'extra' out of load_contents to start "
+                "with fresh random states"
             )
         return random_states_of(self._files.read_object(key), at.dp, f"{self._path}: {key}")
 
@@ -123,14 +124,14 @@ class TorchDistState(ForeignState):
         return {"names": self._files.digest(), "read": self._files.positions_read()}
 
     def check(self, reports: Sequence[Record]) -> None:
-        """Refuses a checkpoint with a tensor that no rank reads, because this tensor would be lost silently."""
+        """Refuses a checkpoint with a tensor that no rank reads, because the load would drop this tensor silently."""
         same_everywhere([{"names": report["names"]} for report in reports], f"{self._path}: the tensors seen there")
         left = self._files.names_not_in([report["read"] for report in reports])
         read = {_numbered(name) for name in set(self._files.names) - set(left)}
         with self._keys.explained():
             for name in left:
                 # `convert` writes a norm under several names, one for each layer spec, and a main parameter under both
-                # of megatron's names. It is enough if one name is read.
+                # of megatron's names. A tensor counts as read if one of its names is read.
                 if not any(synonym in read for synonym in synonyms(_numbered(name))):
                     self._check_not_wanted(name)
 
@@ -138,7 +139,9 @@ class TorchDistState(ForeignState):
         kind = "optimizer" if OPTIMIZER_KEY.match(name) else "model"
         if kind in self._training.contents:
             why = " (is the parameter frozen now?)" if kind == "optimizer" else ""
-            raise CheckpointMismatchError(f"{self._path}: tensor {name}: wanted no such tensor{why}, found one")
+            raise CheckpointMismatchError(
+                f"{self._path}: tensor {name}: is in the checkpoint, but this training has no such tensor{why}"
+            )
 
 
 def _numbered(name: str) -> str:

@@ -1,9 +1,9 @@
 """Finds the keys of a torch_dist checkpoint under which the parts of another model's layers are stored.
 
-A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
-their layers differently (`sharding/counterparts.py`), and only GPTModel stores layers that are alike as one tensor with
-an axis of layers. megatron-core 0.19 itself supports only the first direction (`gpt_checkpoint_interop.py`), and only
-without multi-token prediction.
+A GPTModel's checkpoint fits a HybridModel that runs the same parts, and a HybridModel's checkpoint fits a GPTModel that
+does. The two models number their layers differently (`sharding/counterparts.py`), and only GPTModel stores layers that
+are alike as one tensor with an axis of layers. megatron-core 0.19 itself can load only a GPTModel's checkpoint into a
+HybridModel (`gpt_checkpoint_interop.py`), and only without multi-token prediction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.synonyms import synonyms
 
 # The beginning of a key of the optimizer's state (`DistributedOptimizer.sharded_param_state_fully_reshardable`).
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+\.")
-# A stranger's checkpoint may state any size. A longer axis is not taken for an axis of layers.
+# The longest axis that is taken for an axis of layers, because a foreign checkpoint may state any size.
 _MOST_LAYERS = 10_000
 _SHARED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -37,7 +37,7 @@ class StoredKeys:
 
     Attributes:
         layer_mismatch: why the layers of the checkpoint and of the model cannot be matched; None if they can.
-        are_other_layers: True if the same parts are in other layers.
+        are_other_layers: True if the checkpoint has the model's parts in layers with other numbers.
     """
 
     def __init__(self, files: TorchDistFiles, layers: Layers) -> None:
@@ -47,11 +47,11 @@ class StoredKeys:
         self.are_other_layers = bool(self._counterparts.stored)
 
     def has(self, key: str) -> bool:
-        """Returns True if the checkpoint has the tensor that megatron has under this key in the live model."""
+        """Returns True if the checkpoint has the tensor that has this key in the live model."""
         return self._files.has_tensor(self.place(key).key)
 
     def read(self, shard: MegatronShard) -> torch.Tensor:
-        """Reads the box that megatron's shard of the live model describes into the shard's data, and returns that.
+        """Reads the box that a shard of the live model describes into `shard.data`, and returns `shard.data`.
 
         Raises:
             CheckpointMismatchError: the stored tensor is missing, or has another shape or dtype.

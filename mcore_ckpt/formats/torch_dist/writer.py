@@ -1,13 +1,13 @@
 """Writes torch_dist checkpoints for megatron's `dist_checkpointing.load`, without megatron.
 
 The files have the form that torch's `FileSystemWriter` writes: the outputs of several `torch.save` calls one after the
-other, with their places listed in `.metadata`. That class itself is not used: it keeps the last tensor of every name,
-and so the whole model, in memory until the file is complete (`_write_files_from_queue`, torch 2.13), and megatron's
-planner needs the model.
+other, with their places listed in `.metadata`. `FileSystemWriter` itself is not used, for two reasons: it keeps the
+last tensor of every name, and so the whole model, in memory until the file is complete (`_write_files_from_queue`,
+torch 2.13), and megatron's planner needs the live model.
 
 Layer specs name some norms differently, and it is unknown which spec will load the checkpoint. So such a norm is
-written under both names. A placeholder is written for each module's `_extra_state`, because megatron asks for all of
-them.
+written under both names. A placeholder is written for each module's `_extra_state`, because megatron requires every
+`_extra_state`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _THREADS = 2
 
 @dataclass(frozen=True, eq=False)
 class TorchDistWriter:
-    """Writes a folder for `dist_checkpointing.load`. It satisfies `formats.contract.CheckpointWriter`.
+    """Writes a folder for `dist_checkpointing.load`; implements `formats.contract.CheckpointWriter`.
 
     Attributes:
         contents: everything that the folder is to hold.
         read: a function that returns the elements of a slice as a tensor of the shape `Slice.sizes`. Two threads call
-            it.
-        place: the folder that `read` reads, for messages.
+            this function.
+        place: the folder that `read` reads from, for messages.
     """
 
     contents: Contents
@@ -79,7 +79,7 @@ class TorchDistWriter:
             for key in each.keys
         }
         stored |= _write_objects(self.contents.objects, folder / _file_name(len(self.contents.files)))
-        # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
+        # `FileSystemWriter.finish` would store the path of the staging folder, but the folder will be renamed.
         metadata = Metadata(self.contents.describe(), storage_data=stored, version=CURRENT_DCP_VERSION)
         write_file(folder / METADATA_FILE, [pickle.dumps(metadata)])
         common = io.BytesIO()

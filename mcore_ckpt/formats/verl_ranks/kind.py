@@ -23,10 +23,10 @@ _MODEL_FILES = ("model.pt", "model_states.pt")
 
 
 class VerlRanks(CheckpointKind):
-    """A file for each rank, as verl up to 0.4 saved the model of a role."""
+    """A role's folder with a model file for each rank, as verl up to 0.4 saved it."""
 
     name = "verl_ranks"
-    what = "a checkpoint with a file for each rank, as verl wrote it"
+    what = "a checkpoint of verl up to 0.4 with a file for each rank"
     needs_writers = True
 
     def recognizes(self, folder: Path) -> bool:
@@ -41,9 +41,12 @@ class VerlRanks(CheckpointKind):
         from mcore_ckpt.models.registry import model_from_config
 
         if config is None:
-            raise CheckpointNotFoundError(f"{folder}: has no config.json, without which the model's shapes are unknown")
-        # The checkpoint's names are not known yet, so assume that it has multi-token prediction. If it has none, this
-        # assumption does no harm here.
+            raise CheckpointNotFoundError(
+                f"{folder}: has no config.json, but only this file states the model's shapes: copy the model's "
+                "config.json there"
+            )
+        # The names in the checkpoint are not known yet, so assume that the model has multi-token prediction. For a
+        # model without it, the additional expected tensors do no harm here.
         model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
         slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
         return open_verl_ranks(
@@ -77,12 +80,15 @@ def bare_name(name: str) -> str:
 
 
 def model_file(folder: Path) -> Path | None:
-    """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if neither is there."""
+    """Returns the model file in one rank's folder (`model.pt` or `model_states.pt`), or None if there is none."""
     return next((folder / name for name in _MODEL_FILES if os.path.isfile(folder / name)), None)
 
 
 def _has_our_index(file: Path) -> bool:
-    """Returns True if this package wrote the file. The folder is then a checkpoint of ours that lacks a manifest."""
+    """Returns True if this package wrote the file.
+
+    In this case the folder is a native checkpoint that lacks its manifest.
+    """
     try:
         with opened(file) as (descriptor, size):
             archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)

@@ -1,7 +1,7 @@
 """Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names.
 
-These folders number layers per chunk, so the global numbers come from the files of the whole pipeline. The cut of a
-tensor is not stored. Its name allows some cuts, and the reader takes the cut with which the tensor has the shape that
+These folders number layers per chunk, so the global numbers are computed from the files of the whole pipeline. The cut
+of a tensor is not stored. The tensor's name allows some cuts, and the reader takes the cut that gives the shape that
 `config.json` requires.
 """
 
@@ -68,15 +68,15 @@ def open_verl_ranks(
 
     Args:
         expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
-            tensor's synonyms. The shapes show how the tensors are cut. The names do not show this for experts with
-            their own tensor-parallel size and for the down-projections of latent attention.
-        sections: the sections (see `Cut`) of tensors that have any. Gate and up need not be listed, because the shape
-            shows that they are fused.
+            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show how experts with their
+            own tensor-parallel size and the down-projections of latent attention are cut.
+        sections: the sections (see `Cut`) of tensors that have sections. Gate and up need not be listed, because the
+            shape shows that they are fused.
 
     Raises:
-        CheckpointNotFoundError: the folder has no such files.
+        CheckpointNotFoundError: the folder has no file `model/mp_rank_*/model.pt`.
         CheckpointCorruptError: a file is missing or damaged, or the files belong to different checkpoints.
-        CheckpointMismatchError: a tensor cannot be a part of the expected one, or the folders' names are ambiguous.
+        CheckpointMismatchError: a tensor cannot be a part of the expected tensor, or the folders' names are ambiguous.
     """
     chunks = _read_all(folder)
     tp = _check_ranks(folder, list(chunks))
@@ -117,7 +117,7 @@ def _read_all(folder: Path) -> dict[_Ranks, list[Chunk]]:
     if not dirs:
         raise CheckpointNotFoundError(f"{folder}: has no model/mp_rank_*/model.pt: not a per-rank checkpoint of verl")
     if len({len(numbers) for numbers in dirs.values()}) > 1:
-        raise CheckpointCorruptError(f"{folder / 'model'}: {sorted(dirs)} are not the folders of one checkpoint")
+        raise CheckpointCorruptError(f"{folder / 'model'}: {sorted(dirs)} do not belong to one checkpoint")
     read = {name: _chunks(folder / "model" / name) for name in dirs}
     is_pipeline = len(next(iter(dirs.values()))) == 2 and _second_is_pipeline(folder, dirs, read)
     return {_ranks(numbers, is_pipeline): read[name] for name, numbers in dirs.items()}
@@ -133,7 +133,7 @@ def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read:
     """Returns True if the second number of `mp_rank_00_001` is a pipeline rank, False if it is an expert rank.
 
     Without pipeline parallelism, megatron leaves the pipeline rank out of the name; without expert parallelism, it
-    leaves out the expert rank. Every expert-parallel rank has the final norm, but only one pipeline rank has it.
+    leaves out the expert rank. Every expert-parallel rank has the final norm, but only one pipeline rank does.
     """
     having = [name for name in dirs if any(found_as(_FINAL_NORM, chunk) for chunk in read[name])]
     seconds, with_norm = {dirs[name][1] for name in dirs}, {dirs[name][1] for name in having}
@@ -168,7 +168,7 @@ def _chunk(where: str, saved: Any) -> Chunk:
 def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
     """Returns the tensor-parallel size. Raises CheckpointCorruptError if the folder of a rank is missing.
 
-    Not every combination of an expert-parallel and a tensor-parallel rank has to exist.
+    An expert-parallel rank need not exist for every tensor-parallel rank.
     """
     tp, pp, ep = (max(numbers) + 1 for numbers in zip(*ranks, strict=True))
     dense = {(rank.tp, rank.pp) for rank in ranks}
@@ -192,7 +192,7 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
     """Groups the ranks' tensors by global name.
 
-    An expert's tensor is kept from every rank, any other tensor only once for each tensor-parallel rank.
+    Keeps an expert's tensor of every rank, and any other tensor only once for each tensor-parallel rank.
     """
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):
@@ -202,7 +202,7 @@ def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> d
             except KeyError as error:
                 raise CheckpointCorruptError(f"{tensor.path}: chunk {number}: {error.args[0]}") from None
             holders = found.setdefault(name, {})
-            # Two pipeline ranks can have the same embedding, if it is tied or if multi-token prediction uses it.
+            # Two pipeline ranks have the same embedding if the embedding is tied or multi-token prediction uses it.
             if expert_of(name) or all(other.tp != ranks.tp for other in holders):
                 holders[ranks] = _Held(tensor, _sections(local, chunk))
     return found
@@ -218,7 +218,8 @@ def _named_chunks(
             "of different checkpoints?"
         )
     first = 0
-    # Layers are numbered through the first virtual stage of all pipeline ranks, then through the second, and so on.
+    # Global layer numbers go through the first virtual stage of all pipeline ranks, then through the second virtual
+    # stage of all pipeline ranks, and so on.
     for number in range(vpp.pop()):
         for stage in sorted({ranks.pp for ranks in chunks}):
             of_stage = {ranks: of_rank[number] for ranks, of_rank in chunks.items() if ranks.pp == stage}
@@ -256,7 +257,7 @@ def _experts(chunk: Chunk, ep: int) -> Iterator[ExpertNumbers]:
 
 
 def _sections(name: str, chunk: Chunk) -> tuple[int, ...]:
-    """Returns the sections of a tensor: two for fused gate and up, whose rows are twice the columns of `linear_fc2`."""
+    """Returns the sections of a tensor: two for fused gate and up (twice as many rows as `linear_fc2` has columns)."""
     match = _FC1.fullmatch(name)
     behind = None if match is None else chunk.get(f"{match[1]}linear_fc2.weight{match[2]}")
     if behind is None or len(behind.shape) != 2:
@@ -276,7 +277,7 @@ def _put_together(
                 f"{first.tensor.path} has {list(first.tensor.shape)} {first.tensor.dtype}: are they files of different "
                 "checkpoints?"
             )
-    # Experts can be cut into fewer parts than other tensors: into as many parts as there are ranks with the expert.
+    # An expert can be cut into fewer parts than other tensors: into as many parts as there are ranks with this expert.
     size = len(held) if expert_of(name) else tp
     cut, shape = _cut(name, first, size, wanted)
     if cut.axis is None:
@@ -295,8 +296,9 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
         return Cut(None), local
     if size > 1 and len(held.sections) == 1 and has_sections(name):
         raise CheckpointMismatchError(
-            f"{held.tensor.path}: tensor {name}: {list(local)} on one of {size} ranks has several sections, each cut "
-            "by itself, and the table of this architecture does not give their lengths: add Row.sections"
+            f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, in several sections that "
+            "are cut separately, but the table of this architecture does not give the lengths of the sections: add "
+            "Row.sections to the table"
         )
     axes = [axis for axis in dict.fromkeys((*axes_of(name), None)) if axis is None or axis < len(local)]
     possible = [(Cut(axis, held.sections if axis is not None else (1,)), _whole(local, axis, size)) for axis in axes]
@@ -308,16 +310,24 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     for cut, shape in possible:
         if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:
             return cut, shape
-    # verl named the files by tensor-parallel rank. Experts that were cut into more parts overwrote each other's files.
-    lost = "; if experts were cut into more parts than other tensors, verl kept only one" if expert_of(name) else ""
+    # verl named the files by tensor-parallel rank. If experts were cut into more parts than other tensors, ranks
+    # overwrote each other's files.
+    lost = (
+        "; if experts were cut into more parts than other tensors, verl kept only one of these parts"
+        if expert_of(name)
+        else ""
+    )
     raise CheckpointMismatchError(
-        f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, which is no part of "
-        f"{list(wanted)}: use the config.json of this model{lost}"
+        f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, but config.json requires "
+        f"{list(wanted)} in all: use the config.json of this model{lost}"
     )
 
 
 def _is_value_head(name: str, shape: Shape) -> bool:
-    """Returns True for a value head. It has the output layer's name, is not cut, and may be absent from config.json."""
+    """Returns True for a value head.
+
+    A value head has the output layer's name, is not cut, and need not be in config.json.
+    """
     return split_language_model(name)[1] == MCORE_HEAD and shape[:1] == (1,)
 
 

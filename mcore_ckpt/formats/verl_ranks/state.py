@@ -1,12 +1,12 @@
 """Reads the state that a rank resumes from in the per-rank folders of verl up to 0.4.
 
 The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
-and an optimizer that already has state. It also scatters data that each rank can read by itself.
+and an optimizer that already has state, and scatters data that each rank can read by itself.
 
-TP, PP, VPP and EP must be the same as in the save. Each rank maps the file of its data-parallel group into memory and
-takes its range. The optimizer's step is not stored; `assume_optimizer_step` gives it. Param groups keep the user's
-values, with learning rates from the scheduler. The gradient scaler starts anew. The training step is the number in the
-folder's name, or 0.
+TP, PP, VPP and EP must be those of the save. Each rank maps the file of its data-parallel group into memory and takes
+its range. These checkpoints do not store the optimizer's step: the user gives it as `assume_optimizer_step`. Param
+groups keep the user's values, with learning rates from the scheduler. The gradient scaler starts anew. The training
+step is the number in the folder's name, or 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"
 
 
 class VerlRanksState(ForeignState):
-    """One folder of per-rank files.
+    """The training state in one folder of per-rank files.
 
     Raises CheckpointMismatchError: the checkpoint was saved under another layout.
     """
@@ -57,7 +57,7 @@ class VerlRanksState(ForeignState):
     def weights(self) -> list[FoundWeight]:
         name = _rank_dir((self._at.tp, self._at.pp, self._at.ep), self._training.position.topology)
         file = model_file(self._path / "model" / name)
-        assert file is not None, "rank_dirs has seen it"
+        assert file is not None, "rank_dirs lists only folders with a model file"
         saved = load_safely(file, str(file), mmap=True)
         saved = saved if isinstance(saved, (list, tuple)) else [saved]
         chunks = self._training.state_dicts()
@@ -96,7 +96,7 @@ class VerlRanksState(ForeignState):
     def scheduler(self) -> dict[str, Any] | None:
         file = self._path / _SCHEDULER_FILE
         if not file.is_file():
-            return None  # check_scheduler refuses this if the trainer has a scheduler
+            return None  # if the trainer has a scheduler, check_scheduler raises an error
         state = load_safely(file, str(file))
         if not isinstance(state, dict):
             raise CheckpointMismatchError(
@@ -108,8 +108,8 @@ class VerlRanksState(ForeignState):
         file = self._path / file_names.rng_file(*self._at.place)
         if not file.is_file():
             raise CheckpointMismatchError(
-                f"{file}: is missing: this rank's random states were not saved (was the data-parallel size different?)."
-                " Leave 'extra' out of load_contents to start with fresh ones"
+                f"{file}: is missing: this rank's random states were not saved (was the data-parallel size "
+                "different?). Leave 'extra' out of load_contents to start with fresh random states"
             )
         return random_states_of(load_safely(file, str(file)), self._at.dp, str(file))
 
@@ -120,7 +120,10 @@ def _writers_of(training: LiveTraining) -> Writers:
 
 
 def _rank_dir(ranks: tuple[int, int, int], topology: Topology) -> str:
-    """Returns the folder name that megatron's `get_checkpoint_name` gives a rank. It omits pp and ep of size 1."""
+    """Returns the folder name that megatron's `get_checkpoint_name` gives a rank.
+
+    The name omits pp and ep of size 1.
+    """
     tp, pp, ep = ranks
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if topology.pp > 1 else "") + (f"_{ep:03d}" if topology.ep > 1 else "")
 
@@ -131,10 +134,10 @@ def _check_ranks(training: LiveTraining, path: Path) -> None:
     if set(found) == expected:
         return
     raise CheckpointMismatchError(
-        f"{path / 'model'}: was saved on {_describe(list(found.values()))}, this is tp={topology.tp}, "
-        f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, "
-        f"unexpected {sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl can be loaded only with the "
-        "layout that they were saved with: load this one with that layout, save it with mcore_ckpt, and load the new "
+        f"{path / 'model'}: was saved on {_describe(list(found.values()))}, but this training has tp={topology.tp}, "
+        f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, unexpected "
+        f"{sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl can be loaded only with the layout that "
+        "they were saved with: load this checkpoint with that layout, save with mcore_ckpt, and load the new "
         "checkpoint here"
     )
 
@@ -157,8 +160,8 @@ def _read_chunk(where: str, live: Mapping[str, Any], saved: Any) -> Iterator[Fou
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and delayed scaling begins its
-    # history anew.
+    # transformer-engine's _extra_state is a pickle. Only delayed scaling needs this state, and delayed scaling begins
+    # its history anew.
     return {
         name: value
         for name, value in state.items()
@@ -175,7 +178,7 @@ def _check_tensor(where: str, name: str, wanted: torch.Tensor | None, found: tor
 
 
 def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
-    """Reads the buffers of chained optimizer `number`. Optimizers that another rank wrote are None in the file."""
+    """Reads the buffers of chained optimizer `number`. The file has None for each optimizer that another rank wrote."""
     if not file.is_file():
         raise CheckpointMismatchError(
             f"{file}: is missing. verl wrote the optimizer state of a data-parallel group only to the file of the "
@@ -187,13 +190,13 @@ def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
     if len(chained) != parts or not isinstance(chained[number], Mapping):
         raise CheckpointMismatchError(
             f"{file}: wanted the states of {parts} chained optimizers, and a dict at position {number}, found "
-            f"{[type(state).__name__ for state in chained]}: use the layout and the experts that it was saved with"
+            f"{[type(state).__name__ for state in chained]}: use the layout and the number of experts of the save"
         )
     buffers: Mapping[Any, Any] = chained[number]
     if not buffers.get("buckets_coalesced"):
         raise CheckpointMismatchError(
-            f"{file}: is in the format that megatron wrote before February 2024, which is not supported: load it with "
-            "a newer megatron and save it again"
+            f"{file}: is in the format that megatron wrote before February 2024, which is not supported: load the "
+            "checkpoint with a newer megatron and save it again"
         )
     return buffers
 
@@ -206,14 +209,13 @@ def _read_range(
         raise CheckpointMismatchError(
             f"{file}: optimizer state of {owned.name}: wanted buffer {where.buffer} of {where.dtype}, found "
             f"{[(key, list(value)) for key, value in buffers.items() if isinstance(value, Mapping)]}: use the dtypes "
-            "that it was saved with"
+            "of the save"
         )
     first = where.before + where.start
     for kind in ADAM_KINDS:
         if tensors[kind].shape != (where.buffer_numel,):
             raise CheckpointMismatchError(
                 f"{file}: optimizer state of {owned.name}: {kind}: wanted a buffer of {where.buffer_numel} elements, "
-                f"found {list(tensors[kind].shape)}: use the model, the layout and the bucket size that it was saved "
-                "with"
+                f"found {list(tensors[kind].shape)}: use the model, the layout and the bucket size of the save"
             )
     return {kind: tensors[kind][first : first + owned.stop - owned.start] for kind in ADAM_KINDS}
