@@ -1,8 +1,8 @@
-"""Accounts for every tensor of a source: a conversion writes it, or leaves it out for a reason that it reports.
+"""Accounts for every tensor of a source: a conversion writes the tensor, or reports why it leaves the tensor out.
 
-A conversion gives `account` the names of its source, the names that it writes, and the reasons for leaving out others.
-A tensor that is neither written nor left out for a reason would be lost, so the conversion refuses. The user can allow
-the loss with `--ignore`.
+A conversion gives `account` the names of the source's tensors, the names that it writes, and the reasons for leaving
+out tensors. A tensor that is neither written nor left out for a known reason would be lost, so the conversion is
+refused. The user can allow the loss with `--ignore`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from mcore_ckpt.sharding.patterns import compiled
 
 IGNORED = "named by --ignore"
-STATES = "states of transformer-engine (_extra_state), for which HuggingFace's models have no place"
+STATES = "states of transformer-engine (_extra_state), which have no place in HuggingFace's models"
 COMPUTED = "computed from config.json"
-COPIES = "equal to other tensors, which stand for them"
-ZEROS = "zeros, for which megatron has no place"
+COPIES = "equal to other tensors, which are written instead"
+ZEROS = "zeros, which have no place in megatron"
 SCALES = "scales of quantized weights, which are multiplied into the values"
-OF_ACTIVATIONS = "scales of activations and of cached keys and values, which megatron has no place for"
+OF_ACTIVATIONS = "scales of activations and of cached keys and values, which have no place in megatron"
 BASE = "weights of the base model, which were not trained"
-MAYBE_TRAINED = "weights of the base model, of which the checkpoint does not say whether they were trained"
+MAYBE_TRAINED = "weights of the base model; the checkpoint does not say whether they were trained"
 NOT_LISTED = "files that the index does not list, or that lie beside a whole model.safetensors"
 
 
 def some_of(names: Collection[str], most: int = 3) -> str:
-    """Returns the first names, and the number of the others, for a message."""
+    """Returns the first names, and the number of the remaining names, for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(itertools.islice(names, most)) + more
 
@@ -53,15 +53,15 @@ class LeftOut:
 
 
 Reason = tuple[str, Container[str] | Callable[[str], bool]]
-"""A reason to leave out tensors, and the names of the tensors that it holds for."""
+"""A reason to leave out tensors, and the names of the tensors to which the reason applies."""
 
 
 def account(
     source: Iterable[str], written: Container[str], reasons: Sequence[Reason], refusal: Callable[[list[str]], Exception]
 ) -> tuple[LeftOut, ...]:
-    """Accounts for each tensor of a source. Returns what is left out, by reason.
+    """Accounts for each tensor of a source. Returns the tensors that are left out, by reason.
 
-    The first reason that holds for a tensor counts. `refusal` returns what to raise for tensors that are neither
+    The first reason that applies to a tensor counts. `refusal` returns the error to raise for tensors that are neither
     written nor left out for a reason.
 
     Example:
@@ -101,7 +101,10 @@ def padding_of(name: str, rows: int, tokens: int) -> LeftOut:
 
 
 def together(*parts: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
-    """Joins the tensors that parts of a conversion leave out, with one entry for each reason."""
+    """Joins the lists of tensors that several parts of a conversion leave out.
+
+    The result has one entry for each reason.
+    """
     found: dict[str, dict[str, None]] = {}
     for each in (each for part in parts for each in part):
         found.setdefault(each.reason, {}).update(dict.fromkeys(each.tensors))

@@ -1,4 +1,4 @@
-"""The data classes that describe architectures and models, and the reader of `config.json`."""
+"""Defines the data classes that describe architectures and models, and reads `config.json`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _TIED = "gpt.share_embeddings_and_output_weights"
 class ModelFacts:
     """The facts about one model on which the table of its architecture depends.
 
-    An architecture's `read` function reads them from `config.json`, and refuses a config that lacks a required field.
+    An architecture's `read` function reads these facts from `config.json`, and refuses a config that lacks a required
+    field.
 
     Attributes:
         sizes: the lengths that occur in the shapes of the table, by name: hidden, heads, groups, head_dim, ffn, vocab,
             experts, ...
         facts: words that are true of the whole model: tied, value, qkv_bias, ...
         layers: for each decoder layer, the additional words that are true of this layer: moe, linear, ...
-        mtp_layers: the same for each multi-token-prediction layer.
-        mtp_stack: the number of `mtp_layers` that one depth of multi-token prediction has. It is 1 except in hybrid
-            models.
+        mtp_layers: for each multi-token-prediction layer, the additional words that are true of this layer.
+        mtp_stack: the number of `mtp_layers` in one depth of multi-token prediction: 1, or more in hybrid models.
         unstated_mtp: the multi-token-prediction layers that published models have although their `config.json` does not
-            mention them. Only tensors show whether a model has them (`reconcile.with_mtp_of`).
+            mention them. Only its tensors show whether a model has these layers (`reconcile.with_mtp_of`).
     """
 
     sizes: Sizes
@@ -48,11 +48,12 @@ class ModelFacts:
 
 
 def language_config(config: HfConfig, section: str) -> HfConfig:
-    """Returns the fields of `config.json` that describe the language model, as its own `config.json` would have them.
+    """Returns the fields of `config.json` that describe the language model, as if this model had its own `config.json`.
 
     Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
-    whole model (`_OF_BOTH`) can be in both places. Then the values in `config.json` itself count (transformers 5 reads
-    `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if the architecture has no section.
+    whole model (`_OF_BOTH`) can be in both places. If they are, the values in `config.json` itself count (transformers
+    5 reads `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if the architecture has no
+    section.
     """
     if not _is_nested(config, section):
         return config
@@ -76,7 +77,7 @@ class Architecture:
         rules: objects that translate the config's fields to Megatron's arguments and back. If two rules set the same
             argument, the later rule takes precedence.
         section: the field of `config.json` that holds the language model's fields, which `rules` and `read` translate:
-            "text_config" in vision-language models. Empty if they are in `config.json` itself.
+            "text_config" in vision-language models. Empty if these fields are in `config.json` itself.
     """
 
     model_type: str
@@ -116,8 +117,8 @@ class HfModel:
         architecture: the architecture that `model_type` names.
         config: the parsed `config.json`, without `quantization_config`.
         known: the facts about the model. `architecture.read` finds them in the config, and `reconcile` corrects them.
-        ignored: regular expressions for the names of HuggingFace tensors to leave out. They come from the
-            architecture's table and from the user.
+        ignored: regular expressions, from the architecture's table and from the user, for the names of HuggingFace
+            tensors to leave out.
     """
 
     architecture: Architecture
@@ -191,6 +192,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return fields.parse(read_small(linked_file(folder, "config.json"), limits.HF_JSON_BYTES))
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path}: missing, so {folder} is not a HuggingFace model's folder") from None
+        raise CheckpointNotFoundError(f"{path}: is missing, so {folder} is not a HuggingFace model") from None
     except (OSError, CheckpointCorruptError, fields.FieldError) as error:
         raise UnsupportedError(f"{path}: cannot be read: {error}") from None

@@ -1,9 +1,9 @@
 """Finds the known table that is closest to a model without a table, to tell users what a new table must contain.
 
-Every known table is compared with the folder's tensors. The error names the table that has places for most of them, and
-the tensors that have no place in it. In the compared names, `*` replaces the numbers of layers and experts, so the size
-of the model does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields
-counts as closest.
+Every known table is compared with the folder's tensors. The error names the table that has places for the most tensors,
+and the tensors that have no place in this table. In the compared names, `*` replaces the numbers of layers and experts,
+so the size of the model does not matter. If there is only a `config.json`, the rules of the known architectures are
+compared with its fields (`_by_fields`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from mcore_ckpt.models.mapping import hf_tensors, hf_tensors_in
 from mcore_ckpt.sharding.regions import Shape
 
 Read = Callable[[Architecture, HfConfig], ModelFacts]
-# A layer's or an expert's number in a tensor's name.
+# Matches the number of a layer or of an expert in a tensor's name.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def describe_closest(
     architectures: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape] | None
 ) -> str:
-    """Names the architecture that fits a model best, and the tensors that it has no place for.
+    """Names the architecture that fits a model best, and the tensors for which this architecture has no place.
 
-    `tensors` has the shapes of the model's tensors by name. An architecture is compared with them if `read` finds its
-    facts in the config. The architecture whose table has a place for most tensors fits best. A tensor has a place if
-    the table has its name with its shape. Each name is shown once, with `*` in place of the numbers of layers and
-    experts. Without tensors, or if no table has a place for any tensor, the architecture whose rules read most fields
-    of the config fits best.
+    `tensors` has the shapes of the model's tensors by name. Architectures whose facts `read` finds in the config are
+    compared with these tensors. The architecture whose table has a place for the most tensors fits best. A tensor has a
+    place if the table has its name with its shape. Each name is shown once, with `*` in place of the numbers of layers
+    and experts. Without tensors, or if no table has a place for any tensor, `_by_fields` decides.
 
     Example:
         >>> describe_closest(known, read, config, shapes)  # doctest: +SKIP
@@ -45,13 +44,13 @@ def describe_closest(
     found = _by_tensors(known, read, config, tensors) if tensors else None
     if found is not None:
         return found
-    without = "no known table has a place for any of its tensors, " if tensors else ""
+    without = "no known table has a place for any of the model's tensors, " if tensors else ""
     return without + _by_fields(known, config)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well a table fits a folder: the number of placed tensors, and the patterns on which the two differ."""
+    """How well a table fits a folder: the number of placed tensors, and the patterns that only one of the two has."""
 
     model_type: str
     placed: int
@@ -62,7 +61,7 @@ class _Fit:
 def _by_tensors(
     known: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape]
 ) -> str | None:
-    """Returns None if no table that can read the config has a place for any tensor."""
+    """Names the table with the most places; None if no table that can read the config has a place for any tensor."""
     fits = [fit for architecture in known if (fit := _fit(architecture, read, config, tensors)) is not None]
     best = max(fits, key=lambda fit: (fit.placed, -len(fit.lacking)), default=None)
     if best is None or not best.placed:
@@ -76,7 +75,7 @@ def _fit(architecture: Architecture, read: Read, config: HfConfig, tensors: Mapp
     config = {**config, "model_type": architecture.model_type}
     try:
         known = read(architecture, config)
-        # Layers of the same kind have the same tensors, so one of each is enough.
+        # Layers of the same kind have the same tensors, so one layer of each kind is enough.
         known = replace(
             known, layers=tuple(dict.fromkeys(known.layers)), mtp_layers=known.mtp_layers[: known.mtp_stack]
         )
@@ -100,7 +99,7 @@ def _pattern(name: str) -> str:
 
 
 def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
-    """Returns the tensor's name, with both shapes if the table has this name with another shape."""
+    """Returns the tensor's name; if the table has this name with another shape, both shapes, too."""
     pattern, shape = tensor
     wanted = next((other for name, other in places if name == pattern), None)
     return pattern if wanted is None else f"{pattern} of shape {list(shape)} (the table has {list(wanted)})"
@@ -125,16 +124,17 @@ class _Watched(dict[str, Any]):
 def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
     """Names the architecture with the highest score.
 
-    The score is the number of fields that its rules read, minus the number of fields that they need and do not find.
+    The score is the number of the config's fields that the architecture's rules read, minus the number of fields that
+    the rules need and do not find.
     """
     tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
     model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
-    lacking = f"; it needs {some_of(missing)}, which the config lacks" if missing else ""
+    lacking = f"; it also needs {some_of(missing)}, but the config lacks this" if missing else ""
     return f"closest by its fields: {model_type}, which reads {read} of {len(config)}{lacking}"
 
 
 def _try(architecture: Architecture, config: HfConfig) -> tuple[int, list[str]]:
-    """Returns how many fields the architecture's rules read, and which fields they need but do not find."""
+    """Returns how many fields the architecture's rules read, and which needed fields they do not find."""
     watched, missing = _Watched({**config, "model_type": architecture.model_type}), list[str]()
     for rule in architecture.rules:
         try:

@@ -1,7 +1,7 @@
 """Rules that translate single fields of `config.json` to Megatron's arguments and back.
 
-A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's values. Its `to_hf` returns the fields
-that express Megatron's values. Megatron's values are in one flat dict, under three kinds of names:
+A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's values. The rule's `to_hf` returns the
+fields that express Megatron's values. Megatron's values are in one flat dict, under three kinds of names:
 
 - arguments of `TransformerConfig` under their own names;
 - arguments of `GPTModel` (or of `HybridModel`, if `Table.is_hybrid`) with the prefix "gpt.";
@@ -32,7 +32,7 @@ class MissingFieldError(UnsupportedError):
 
 
 def factor_or_none(factor: float | None) -> float | None:
-    """Returns a factor in the one form that rules know: None, and not 1.0, for a factor that changes nothing."""
+    """Returns a factor in the form that rules use: a factor of 1.0, which changes nothing, becomes None."""
     return None if factor == 1 else factor
 
 
@@ -55,7 +55,7 @@ class Rule(Protocol):
         """Returns the fields of `config.json` that express Megatron's values.
 
         `base` is the config that the caller puts these fields into. The rule leaves out values that no field can
-        express. The caller notices, because it translates the result back with `to_mcore` and compares.
+        express. The caller detects this: it translates the result back with `to_mcore` and compares.
         """
         return {}
 
@@ -64,7 +64,7 @@ _REQUIRED = object()
 
 
 def needed(hf: HfConfig, *names: str) -> Any:
-    """Returns the value of the first of several fields that is present. Raises MissingFieldError if all are missing."""
+    """Returns the value of the first of these fields that is present. Raises MissingFieldError if all are missing."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -111,7 +111,7 @@ class Constant(Rule):
 
 @dataclass(frozen=True)
 class Refused(Rule):
-    """The rule for a field that must be `allowed` or missing, because Megatron has no counterpart for other values."""
+    """The rule for a field whose value must be `allowed`, or that must be missing: Megatron has no other values."""
 
     hf: str
     allowed: Any
@@ -120,7 +120,7 @@ class Refused(Rule):
         value = hf.get(self.hf)
         if value is not None and value != self.allowed:
             raise UnsupportedError(
-                f"config.json: {self.hf} is {value!r}, which megatron-core 0.16.1 has no counterpart for: only "
-                f"{self.allowed!r} can be converted"
+                f"config.json: {self.hf} is {value!r}, but megatron-core 0.16.1 has no counterpart for this value: "
+                f"only {self.allowed!r} can be converted"
             )
         return {}

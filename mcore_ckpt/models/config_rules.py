@@ -51,7 +51,7 @@ class Silu:
         from torch.nn.functional import silu
 
         if needed(hf, "hidden_act") not in ("silu", "swish"):
-            raise UnsupportedError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' is converted")
+            raise UnsupportedError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' can be converted")
         return {"gated_linear_unit": True, "activation_func": silu}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
@@ -77,7 +77,7 @@ class ClampedGlu:
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         from megatron.core.activations import quick_gelu
 
-        # The factor is fixed in megatron: its quick_gelu is x * sigmoid(1.702 * x).
+        # The factor 1.702 is fixed in megatron: quick_gelu is x * sigmoid(1.702 * x).
         Refused("swiglu_alpha", 1.702).to_mcore(hf)
         limit = hf.get("swiglu_limit")
         return {
@@ -100,7 +100,7 @@ class Dtype:
         name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
         dtype = getattr(torch, str(name), None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UnsupportedError(f"config.json: dtype is {name!r}, not float32, bfloat16 or float16")
+            raise UnsupportedError(f"config.json: dtype is {name!r}, but must be float32, bfloat16 or float16")
         return {"params_dtype": dtype}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
@@ -112,7 +112,7 @@ class Dtype:
 
 
 def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
-    """Returns, for each layer, whether its entry in `layer_types` is `kind`. Returns None without `layer_types`."""
+    """Returns, for each layer, whether its entry in `layer_types` is `kind`; None if there is no `layer_types`."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
@@ -131,7 +131,8 @@ class SlidingWindow:
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         window = hf.get("sliding_window")
-        # Qwen's window is off unless use_sliding_window turns it on. Other architectures have no such switch.
+        # In Qwen models, the window is off unless use_sliding_window is true. Other architectures do not have this
+        # field.
         is_on = hf.get("use_sliding_window", not str(hf.get("model_type")).startswith("qwen"))
         layers = self._layers(hf) if window and is_on else []
         if not window or not any(layers):
@@ -153,8 +154,8 @@ class SlidingWindow:
         if kind in ("qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_vl_text"):
             return [number >= needed(hf, "max_window_layers") for number in range(layers)]
         raise UnsupportedError(
-            "config.json: use_sliding_window is true, but which layers have the window depends on the version of "
-            "transformers: add layer_types"
+            "config.json: use_sliding_window is true, but it depends on the version of transformers which layers have "
+            "the window: add layer_types"
         )
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
@@ -185,7 +186,7 @@ def _moe_pattern(mcore: McoreValues) -> list[int]:
 
 
 class SparseStep:
-    """The rule for which layers of a Qwen model are mixtures of experts.
+    """The rule that says which layers of a Qwen model are mixtures of experts.
 
     If Qwen's `decoder_sparse_step` is n, the last of every n layers has experts. If megatron's `moe_layer_freq` is n,
     the first of every n layers has experts. This rule therefore writes `moe_layer_freq` as a list with an entry for
@@ -221,7 +222,7 @@ def is_linear(hf: HfConfig) -> list[bool]:
 
 
 class LinearLayers:
-    """The rule for which layers have linear attention (GatedDeltaNet)."""
+    """The rule that says which layers have linear attention (GatedDeltaNet)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         layers = [int(layer) for layer in is_linear(hf)]
@@ -243,7 +244,8 @@ class NormalizedTopk:
     to all experts.
 
     Attributes:
-        always: True if the weights add up to 1 in all models of the architecture. Their configs have no field for it.
+        always: True if the weights add up to 1 in all models of the architecture, so that their configs have no field
+            that says so.
     """
 
     always: bool = False
@@ -256,7 +258,7 @@ class NormalizedTopk:
             given = "the weights of experts add up to 1" if self.always else "norm_topk_prob is true"
             raise UnsupportedError(
                 f"config.json: {given} with num_experts_per_tok 1: this cannot be converted, because megatron-core "
-                "0.16.1 (TopKRouter) does not normalize the weight of a single expert, so it would not be 1"
+                "0.16.1 (TopKRouter) does not normalize the weight of a single expert to 1"
             )
         return {"moe_router_pre_softmax": not normalized}
 
@@ -286,11 +288,11 @@ class SigmoidScores:
         if chosen >= groups:
             groups = chosen = None
         elif topk // chosen != 2:
-            # DeepSeek ranks a group by its 2 best experts. group_limited_topk (0.16.1) ranks a group by its
-            # topk // group_topk best experts.
+            # DeepSeek ranks groups by their 2 best experts, group_limited_topk (0.16.1) by their topk // group_topk
+            # best experts.
             raise UnsupportedError(
                 f"config.json: num_experts_per_tok {topk} with topk_group {chosen} cannot be converted: megatron-core "
-                f"0.16.1 ranks groups by their {topk // chosen} best experts, but DeepSeek by their 2 best"
+                f"0.16.1 ranks groups by their {topk // chosen} best experts, but DeepSeek ranks groups by their 2 best"
             )
         return {
             "moe_router_score_function": "sigmoid",
@@ -311,7 +313,10 @@ class SigmoidScores:
 
 
 class SharedExperts:
-    """The rule for shared experts. HuggingFace has several, and Megatron one that is as large as all together."""
+    """The rule for shared experts. HuggingFace's config states how many there are.
+
+    Megatron has one shared expert that is as large as all of them together.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
@@ -336,10 +341,10 @@ class Mtp:
 
 
 class LatentHead:
-    """The rule for the sizes of latent attention that have no direct counterpart.
+    """The rule for Megatron's sizes of latent attention that have no field of their own in `config.json`.
 
-    Latent attention itself does not use `kv_channels`. But the attention of Megatron's local layer spec uses
-    `kv_channels` for the shape of its output, so `kv_channels` must equal `v_head_dim`.
+    Latent attention itself does not use `kv_channels`. But in Megatron's local layer spec, the shape of the attention's
+    output depends on `kv_channels`, so `kv_channels` must equal `v_head_dim`.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -368,7 +373,9 @@ _SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 _FFN = Same("ffn_hidden_size", "intermediate_size")
 
 DECODER: tuple[Rule, ...] = (*_DECODER, _FFN, HeadDim())
-"""The rules of every decoder without latent attention, without rules for activation, biases, rotary embeddings."""
+"""The rules of every decoder without latent attention. Rules for activation, biases and rotary embeddings are not
+included.
+"""
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
 """`DECODER` with the SiLU activation and without `add_bias_linear`. Rules for rotary embeddings are not included."""
@@ -396,9 +403,9 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
     _FFN,
     *_SILU,
     Constant("multi_latent_attention", True),
-    # qk_layernorm means q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention)
-    # and layernorm_epsilon in megatron. For DeepSeek the two are equal. Moonlight's rms_norm_eps is 1e-5, but the
-    # difference is far below bf16's rounding.
+    # Here qk_layernorm means q_a_layernorm and kv_a_layernorm. The epsilon of these norms is 1e-6 in transformers
+    # (DeepseekV3Attention) and layernorm_epsilon in megatron. For DeepSeek, layernorm_epsilon is 1e-6, too. For
+    # Moonlight it is 1e-5, but the effect is far below bf16's rounding.
     Constant("qk_layernorm", True),
     LatentHead(),
     Same("kv_lora_rank", "kv_lora_rank"),

@@ -1,4 +1,4 @@
-"""The data classes that describe low-rank adapters (LoRA, DoRA) of HuggingFace tensors."""
+"""Defines the data classes that describe low-rank adapters (LoRA, DoRA) of HuggingFace tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Factor:
-    """A part of an adapter: the elements of `region` of the tensor `name` in the source."""
+    """A factor of an adapter (A, B or the magnitudes): the elements of `region` of the tensor `name` in the source."""
 
     name: str
     region: Region
@@ -27,7 +27,7 @@ class LowRank:
 
     Attributes:
         a: the matrix A, [rank, columns].
-        b: the matrix B, [rows, rank]. Its rows have the order of the rows of W.
+        b: the matrix B, [rows, rank], with rows in the order of the rows of W.
         scale: the factor, alpha / rank.
         magnitude: the vector m, [rows]. None for LoRA.
     """

@@ -1,4 +1,4 @@
-"""Applies an architecture's table to one model: lists every HuggingFace tensor and where its elements are in mcore."""
+"""Applies an architecture's table to a model: lists every HuggingFace tensor with its elements' place in mcore."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Slab:
 
     Attributes:
         start: the range's first element in the row-major HuggingFace tensor.
-        mcore: the global name of the mcore tensor in megatron's local layer specs. It is empty if the range contains
-            only zeros.
+        mcore: the global name of the mcore tensor in megatron's local layer specs. The name is empty if the range
+            contains only zeros.
         region: the elements of the mcore tensor that fill the range, in the order of the range. The region's global
             shape is the mcore tensor's shape, without padding of the vocabulary.
         change: the conversion of the values, or None if the values stay as they are. `change.to_hf` converts the
             region's elements, as a tensor of shape `region.local_shape`, to the range's elements.
         sections: the sections of the mcore tensor (see `Row`). Empty for a tensor without sections and for
             `linear_fc1`.
-        low_rank: the adapter of the region's elements, which form a matrix. None if they have no adapter.
+        low_rank: the adapter of the region's elements, which form a matrix. None if there is no adapter.
     """
 
     start: int
@@ -70,7 +70,7 @@ class HfTensor:
 
 
 def whole_tensor(name: str, source: str, shape: Shape, low_rank: LowRank | None = None) -> HfTensor:
-    """Returns a HuggingFace tensor that equals a whole tensor of the source, which has the name `source` there."""
+    """Returns a HuggingFace tensor that equals the whole tensor `source` of the source."""
     return HfTensor(name, shape, (Slab(0, source, Region.whole(shape), low_rank=low_rank),))
 
 
@@ -91,13 +91,13 @@ def is_mtp(model: HfModel, name: str) -> bool:
 
 
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
-    """Lists the tensors of a model in the form in which one folder stores them.
+    """Lists the tensors of a model in the form that a folder has.
 
     `names` are the names of the tensors in the folder, or a mapping of these names to the tensors. If the folder stacks
-    the experts of a layer in one tensor, the list has this tensor in place of one tensor per expert. If an architecture
+    the experts of a layer in one tensor, the list has this tensor instead of one tensor per expert. If an architecture
     stacks experts in two ways under the same names (Qwen3-VL-MoE), the shapes in the mapping show which way the folder
-    has. The list contains no copies. It contains the tensors of multi-token prediction only if the folder has at least
-    one of them.
+    has. The list contains no copies, and contains the tensors of multi-token prediction only if the folder has at least
+    one such tensor.
     """
     found: list[HfTensor] = []
     classic = list(_spelled_out(model, model.architecture.table))
@@ -122,9 +122,9 @@ def check_names(
 
     Args:
         wanted: the tensors that the folder must have, from `hf_tensors_in`.
-        copies: the names of tensors that the caller has found equal to other tensors, or will compare with them.
+        copies: the names of tensors that equal other tensors, as the caller has checked or will check.
 
-    Raises CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
+    Raises CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown tensor that is not ignored.
     """
     names = set(found)
 
@@ -133,8 +133,8 @@ def check_names(
 
     if missing := [tensor.name for tensor in wanted if tensor.name not in names]:
         raise refusal("lacks", missing)
-    # Here only `is_copy` makes a tensor a copy. If a folder has experts both stacked and one by one, the latter are not
-    # wanted, but no copies either, so that they are refused and not lost silently.
+    # Here only `is_copy` makes a tensor a copy. If a folder has experts both stacked and one by one, the separate
+    # experts are neither wanted nor copies. So they are refused, and not dropped silently.
     in_table = {tensor.name for tensor in hf_tensors(model) if tensor.is_copy}
     reasons: list[Reason] = [
         matching(IGNORED, model.ignored_by_user),
@@ -146,11 +146,11 @@ def check_names(
 
 
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
-    """Returns True if a folder has tensors in the form of `Table.stacked`, although both forms have the same names.
+    """Returns True if a folder stores tensors that have the same names in both forms in the form of `Table.stacked`.
 
-    All tensors decide together, because the shapes of some can be equal in both forms. `tensors` has each stacked
-    tensor with its shape in the other form. `names` maps the names in the folder to its tensors. If it has only the
-    names, it does not show the form, and the result is False.
+    All tensors are looked at, because some can have the same shape in both forms. `tensors` has each stacked tensor
+    with its shape in the other form. `names` maps the names in the folder to its tensors. If `names` is no mapping, the
+    form is unknown, and the result is False.
     """
     if not isinstance(names, Mapping):
         return False
@@ -163,7 +163,7 @@ def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[
     if len(found) > 1:
         raise CheckpointMismatchError(
             f"tensors {found[True]} and {found[False]}: have different forms, so the folder mixes files of two "
-            "versions of transformers: take all files from one"
+            "versions of transformers: take all files from one version"
         )
     return True in found
 
@@ -238,7 +238,10 @@ def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -
 def _filled(
     model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape], is_stacked: bool = False
 ) -> Iterator[HfTensor]:
-    """Yields the HuggingFace tensors of a row. With `is_stacked`, each has all experts, and `mcore` has `{expert}`."""
+    """Yields the HuggingFace tensors of a row.
+
+    With `is_stacked`, each tensor has all experts, and `mcore` has `{expert}`.
+    """
     of_one = [shape[1:] for shape in shapes] if is_stacked else shapes
     regions = _regions(row, row.transform(model.sizes, of_one), of_one)
     sections = tuple(Section(name, *shape_of(rows, model.sizes)) for name, rows in row.sections.items())
@@ -251,7 +254,7 @@ def _filled(
 def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
     """Returns, for each HuggingFace tensor, the region of the mcore tensor that the tensor's rows fill."""
     if row.change is not None and len(shapes) == 1:
-        # A change can also move values, so the region is the whole mcore tensor.
+        # A change of values can also move values, so the region is the whole mcore tensor.
         return [Region.whole(tuple(row.change.to_mcore(torch.empty(shapes[0], device="meta")).shape))]
     rest = shapes[0][1:]
     global_shape = (sum(part.rows for part in ranges), *rest)

@@ -1,4 +1,4 @@
-"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and of its model's class, and back."""
+"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and model class, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class McoreConfig:
         transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` if `multi_latent_attention` is among
             them. Arguments for training and parallelism are not included.
         gpt: arguments of `GPTModel`, or of `HybridModel` if `hybrid_layer_pattern` is among them. `vocab_size` is
-            HuggingFace's, without padding. The pattern does not say where pipeline stages end.
+            HuggingFace's, without padding. `hybrid_layer_pattern` does not divide the layers into pipeline stages.
         attributes: attributes to set on the `TransformerConfig`. `GPTModel` reads these attributes, although
             `TransformerConfig` does not declare them as fields (Yarn's parameters, 0.16.1).
     """
@@ -38,7 +38,7 @@ class McoreConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The arguments and attributes of the `TransformerConfig` together."""
+        """The arguments and attributes of the `TransformerConfig` in one dict."""
         return {**self.transformer, **self.attributes}
 
     def transformer_config(self, **more: Any) -> Any:
@@ -72,8 +72,8 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
 
     if not model.architecture.rules:
         raise UnsupportedError(
-            f"{model.architecture.model_type} was registered without rules for its config.json: add rules to its "
-            "mcore_ckpt.models.Architecture"
+            f"the architecture {model.architecture.model_type} was registered without rules for config.json: add rules "
+            "to its mcore_ckpt.models.Architecture"
         )
     values = _values(model.architecture, model.language_config)
     values["gpt.share_embeddings_and_output_weights"] = model.is_tied
@@ -96,16 +96,16 @@ def to_hf_config(
     """Returns the `config.json` of a megatron model: `base`, changed where `base` does not describe the model.
 
     The fields of `base` that have no counterpart in megatron stay, and so do the fields that already describe the
-    model. If transformers 4 and 5 use different fields for a value, the result has both, because each version uses a
-    default for a field that it does not find.
+    model. If transformers 4 and 5 use different fields for a value, the result has both fields, because each version
+    assumes a default for a field that it does not find.
 
     Args:
         architecture: the HuggingFace architecture of the result.
         transformer: a `TransformerConfig`, or its arguments as a mapping.
-        gpt: the known arguments of `GPTModel`. `gpt_arguments` reads them from a live model. `vocab_size` is
+        gpt: the known arguments of `GPTModel`, which `gpt_arguments` reads from a live model. `vocab_size` is
             HuggingFace's, without padding.
-        base: the `config.json` to start from. It can be empty if `transformer` and `gpt` describe the model completely.
-            They do not describe a vision tower, so its fields (`vision_config`) must be in `base`.
+        base: the `config.json` to start from. `base` can be empty if `transformer` and `gpt` describe the model
+            completely. These never describe a vision tower, so a tower's fields (`vision_config`) must be in `base`.
         is_value: whether the model has a value head; None if `base` decides.
 
     Raises:
@@ -113,8 +113,8 @@ def to_hf_config(
     """
     if _field(transformer, "is_hybrid_model") is True and not architecture.table.is_hybrid:
         raise UnsupportedError(
-            "is_hybrid_model is True: a HybridModel's num_layers counts attention and MLP as layers of their own; pass "
-            "the TransformerConfig of the GPTModel with the same layers"
+            "is_hybrid_model is True, but num_layers of a HybridModel counts attention and MLP as separate layers: "
+            "pass the TransformerConfig of the GPTModel with the same layers"
         )
     whole: dict[str, Any] = {**base, "model_type": architecture.model_type}
     config, has_base = dict(architecture.language_config(whole)), bool(architecture.language_config(base))
@@ -124,9 +124,9 @@ def to_hf_config(
             wanted = {name: _read(transformer, gpt, name, value) for name, value in stated.items()}
         except MissingFieldError:
             stated, wanted = None, {}
-        # transformers uses its default for a field that `base` omits. If this default already describes the model, the
-        # field is not added. Without a `base` every field is written, because transformers' defaults describe only one
-        # size of a model (DeepSeek's num_key_value_heads is 128).
+        # For a field that `base` omits, transformers uses a default. If this default describes the model, the field is
+        # not added. Without a `base` every field is written, because transformers' defaults describe only one size of a
+        # model (DeepSeek's num_key_value_heads is 128).
         if stated != wanted or not has_base:
             config.update(rule.to_hf(_McoreValues(transformer, gpt, wanted), config))
     _check_expressed(architecture, transformer, gpt, config)
@@ -138,8 +138,8 @@ def to_hf_config(
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
     """Returns the `config.json` to write with exported weights, for transformers 4 and 5.
 
-    It is `model.config` with changes: fields that must match the weights (dtype, class, labels, multi-token
-    prediction), and added fields that only one version of transformers reads.
+    The result is `model.config` with two kinds of changes: fields that must match the weights (dtype, class, labels,
+    multi-token prediction) are set, and fields that only one version of transformers reads are added.
 
     Args:
         has_mtp: whether multi-token prediction is among the weights.
@@ -152,7 +152,7 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     _spell_for_both_versions(model.architecture, config)
     # transformers 4.56 introduced "dtype" and still reads "torch_dtype".
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    # Nothing is known about the classes of an architecture without a table, so the class stays as it is.
+    # The classes of an architecture without a table are unknown, so the class stays as it is.
     if model.architecture.table.layer:
         _set_class(model.architecture, config, model.is_value)
     if model.is_value:
@@ -169,7 +169,8 @@ ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 def gpt_arguments(model: Any) -> dict[str, Any]:
     """Reads the arguments that a live, unwrapped `GPTModel` or `HybridModel` exposes.
 
-    The padded `vocab_size` is left out. If the model is a vision-language model, pass its `language_model`.
+    The result leaves out `vocab_size`, which is padded. If the model is a vision-language model, pass its
+    `language_model`.
     """
     found = {name: getattr(model, name, None) for name in _EXPOSED} | {
         "rope_scaling": getattr(model, "rotary_scaling", None),
@@ -187,17 +188,17 @@ _EXPOSED = (
 )
 
 
-# These fields describe the training, not the model. The last one is for a rotation of queries and keys, which changes
-# none of their products.
+# These fields describe the training, not the model. The last field turns on a rotation of queries and keys, which
+# changes none of their products.
 _TRAINING_FIELDS = {"attention_dropout", "hidden_dropout", "dsa_indexer_rotate_activation"}
 
 
 def check_known(names: Iterable[str], config: Any) -> None:
-    """Raises UnsupportedError if a config, or a class of configs, lacks a field with one of these names."""
+    """Raises UnsupportedError if `config`, an object or a class, lacks a field with one of these names."""
     if missing := [name for name in names if not hasattr(config, name) and name not in getattr(config, _FIELDS, ())]:
         raise UnsupportedError(
-            f"this version of megatron-core has no {missing[0]}, which the model needs: install megatron-core 0.19 or "
-            "newer"
+            f"this version of megatron-core has no {missing[0]}, but the model needs this field: install megatron-core "
+            "0.19 or newer"
         )
 
 
@@ -212,7 +213,7 @@ def _values(architecture: Architecture, config: HfConfig) -> dict[str, Any]:
             values.update(rule.to_mcore(config))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"config.json: cannot be that of a {architecture.model_type} (rule {type(rule).__name__}): {error!r}"
+                f"config.json: does not describe a {architecture.model_type} (rule {type(rule).__name__}): {error!r}"
             ) from error
     return values
 
@@ -228,8 +229,8 @@ class _McoreValues(dict[str, Any]):
         value = _read(self._transformer, self._gpt, name, _absent)
         if value is _absent:
             raise UnsupportedError(
-                f"{_without_prefix(name)} of the model is not known, and config.json does not state it: pass it to "
-                "to_hf_config"
+                f"{_without_prefix(name)} of the model is not known, and config.json does not state this value: pass "
+                "the value to to_hf_config"
             )
         return value
 
@@ -238,7 +239,7 @@ _absent = object()
 
 
 def _read(transformer: Any, gpt: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Reads a value of the megatron model, in the form that rules use. Returns `default` if it is missing."""
+    """Reads a value of the megatron model, in the form that rules use. Returns `default` if the value is missing."""
     if name.startswith(_GPT):
         value = gpt.get(name.removeprefix(_GPT), _absent)
     else:
@@ -280,8 +281,8 @@ def _params_dtype(transformer: Any, dtype: Any) -> Any:
     return next((to for flag, to in flags.items() if _field(transformer, flag) is True), dtype)
 
 
-# megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
-# know only one form of each value. These functions convert the other forms to this form before values are compared.
+# megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1), but
+# rules know only one form of each value. These functions convert all forms to this one before values are compared.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,
@@ -300,13 +301,13 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
         found = _read(transformer, gpt, name, stated)
         if found != stated and name not in _TRAINING_FIELDS:
             raise UnsupportedError(
-                f"{_without_prefix(name)} is {found!r}, which a config.json of {architecture.model_type} cannot "
-                f"express: it would become {stated!r}"
+                f"{_without_prefix(name)} is {found!r}, but a config.json of {architecture.model_type} cannot express "
+                f"this value: a model from the config.json would have {stated!r}"
             )
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds fields that only transformers 4 or only 5 reads, because each uses a default for a field that is missing."""
+    """Adds fields that only transformers 4 or only 5 reads, because both assume defaults for missing fields."""
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:
@@ -315,11 +316,12 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
                 for name, value in rule.spelling(config).items():
                     config.setdefault(name, value)
         except UnsupportedError:
-            # A value that megatron cannot express stays only in the fields that the config has already.
+            # If megatron cannot express a value, add no field: the value stays in the fields that the config already
+            # has.
             continue
 
 
-# The second word is the ending for vision-language models.
+# The ends of the class names of language models and of vision-language models.
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -331,7 +333,7 @@ def _set_class(architecture: Architecture, config: dict[str, Any], is_value: boo
     ending = ("ForTokenClassification",) if is_value else _LANGUAGE_MODELS
     wanted = [name for name in architecture.classes if name.endswith(ending)]
     if not wanted:
-        raise UnsupportedError(f"{architecture.model_type} has no class ...{ending[0]} in transformers")
+        raise UnsupportedError(f"transformers has no class ...{ending[0]} for {architecture.model_type}")
     config["architectures"] = wanted[:1]
     if is_value:
         config.update(ONE_LABEL)

@@ -1,8 +1,8 @@
-"""Finds the adapters of HuggingFace tensors by an architecture's table, and gives them PEFT's names.
+"""Finds the adapters of HuggingFace tensors through an architecture's table, and gives the adapters PEFT's names.
 
-Megatron fuses layers that are separate in HuggingFace, and so do its adapters: linear_qkv has one A for queries, keys
-and values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same HuggingFace tensor
-as the same row of the weight, so the table of the weights is the table of the adapters, too.
+Megatron fuses layers that are separate in HuggingFace, and fuses their adapters in the same way: linear_qkv has one A
+for queries, keys and values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same
+HuggingFace tensor as the same row of the weight, so the table of the weights is the table of the adapters, too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from mcore_ckpt.sharding.synonyms import found_as
 
 WEIGHT = ".weight"
 
-# The weights of grouped experts have the expert's number at the end.
+# Matches the names of weights; those of grouped experts end with the expert's number.
 _IS_WEIGHT = re.compile(r".*\.weight\d*")
-# The position of a projection among the HuggingFace tensors that make up the fused layer, and their number.
+# For each projection, its position among the HuggingFace tensors that make up the fused layer, and the number of these
+# tensors.
 _COMPONENTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
 
 
@@ -36,7 +37,7 @@ def with_adapters(
     """Returns the same tensors, with the adapters of their slabs.
 
     Args:
-        wanted: tensors of the model. `mcore` in their slabs is Megatron's name.
+        wanted: tensors of the model, with Megatron's names as `mcore` in their slabs.
         adapters: the global shape of each tensor of an adapter, by name.
         alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
 
@@ -65,8 +66,8 @@ def with_adapters(
     result = [replace(tensor, slabs=tuple(adapted(tensor, slab) for slab in tensor.slabs)) for tensor in wanted]
     if unused := [key for key in found if key not in used]:
         raise CheckpointMismatchError(
-            f"there is an adapter of {unused[0].module}, which a {model.describe()} does not have: use the config.json "
-            "of this model"
+            f"there is an adapter of {unused[0].module}, but a {model.describe()} has no such module: use the "
+            "config.json of the model with the adapters"
         )
     return result
 
@@ -75,11 +76,14 @@ def _adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
     try:
         return adapters_among(names)
     except ValueError as error:
-        raise CheckpointMismatchError(f"{error}: only whole adapters of these kinds are supported") from None
+        raise CheckpointMismatchError(f"{error}: only complete adapters of LoRA and DoRA are supported") from None
 
 
 def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]]:
-    """Yields the adapters that an mcore weight can have, each with the expert's number if experts share it."""
+    """Yields the adapters that an mcore weight can have.
+
+    If experts share an adapter, it comes with the expert's number.
+    """
     if _IS_WEIGHT.fullmatch(name) is None:
         return
     modules: list[tuple[str, int | None]] = [(name.removesuffix(WEIGHT), None)]
@@ -97,8 +101,9 @@ def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]
 def _check_component(key: AdapterKey, tensor: HfTensor, count: int) -> None:
     if key.component and _COMPONENTS[key.component][1] != count:
         raise UnsupportedError(
-            f"the adapter adapter_{key.component} of {key.module} belongs to a part of {tensor.name}, for which "
-            "HuggingFace's model has no separate tensor: train it with LoRA instead of CanonicalLoRA"
+            f"the adapter adapter_{key.component} of {key.module} belongs to a part of {tensor.name}, but "
+            "HuggingFace's model has no separate tensor for this part: train this layer with LoRA instead of "
+            "CanonicalLoRA"
         )
 
 
@@ -116,7 +121,7 @@ def _low_rank(
         raise UnsupportedError(f"{key.module} has an adapter, but its weight has {len(region.local_shape)} axes, not 2")
     rank = shapes[parts[LINEAR_IN]][-2]
     if key.component:
-        # Such an adapter has the rows of the HuggingFace tensor itself.
+        # The adapter of a component has the rows of the HuggingFace tensor, not those of the fused layer.
         region = Region.whole(region.local_shape)
     factors = {
         LINEAR_IN: Region.whole((rank, region.local_shape[1])),
@@ -143,7 +148,7 @@ def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts
         region = _in_stack(region, expert * shape[0] // experts, shape[0])
     if region.global_shape != shape:
         raise CheckpointMismatchError(
-            f"tensor {name}: has shape {list(shape)}, but by config.json it must have {list(region.global_shape)}: use "
+            f"tensor {name}: has shape {list(shape)}, but config.json requires {list(region.global_shape)}: use "
             "the config.json of this model"
         )
     return Factor(name, region)
@@ -176,7 +181,7 @@ def peft_tensors(adapted: Iterable[HfTensor]) -> list[HfTensor]:
 
     Raises:
         UnsupportedError: PEFT has no name for an adapter, because HuggingFace's model has several layers in one tensor,
-            or stores the weight otherwise than as a linear layer does.
+            or does not store the weight in the form of a linear layer.
     """
     return [part for tensor in adapted if has_adapter(tensor) for part in _peft_tensors_of(tensor)]
 
@@ -188,11 +193,11 @@ def has_adapter(tensor: HfTensor) -> bool:
 
 @dataclass(frozen=True)
 class FullyTrained:
-    """The weights that were trained in full, not through an adapter, in PEFT's form.
+    """The weights that were trained in full, and not with an adapter, in PEFT's form.
 
     Attributes:
-        tensors: the tensors with PEFT's names. `mcore` in their slabs is the name in the source.
-        modules: the modules whose tensors are all among them, for `modules_to_save`. PEFT (0.21) reads other tensors,
+        tensors: the tensors with PEFT's names, and with their names in the source as `mcore` in their slabs.
+        modules: the modules whose tensors are all in `tensors`, for `modules_to_save`. PEFT (0.21) reads other tensors,
             such as a router's bias alone, straight into the base model.
     """
 
@@ -210,17 +215,17 @@ def fully_trained_in_peft(
 ) -> FullyTrained:
     """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
-    PEFT has no form for a tensor that also has an adapter, nor for experts and multi-token prediction, because
-    transformers has no module for each of their tensors. `FullyTrained.sources` lacks these. `adapted` are all tensors
-    of the model, from `with_adapters`. `changed` has the names of the source's tensors that training has changed,
-    `there` the names of all its tensors.
+    PEFT has no form for tensors that also have an adapter. It has no form for experts and multi-token prediction
+    either, because transformers has no separate modules for them. `FullyTrained.sources` lacks all these tensors.
+    `adapted` are all tensors of the model, from `with_adapters`. `changed` has the names of the source's tensors that
+    training has changed, and `there` has the names of all tensors of the source.
     """
     modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
     adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}
     for tensor in adapted:
         found = [found_as(slab.mcore, there) if slab.mcore else "" for slab in tensor.slabs]
         slabs = tuple(replace(s, mcore=name) for s, name in zip(tensor.slabs, found, strict=True) if name is not None)
-        # A module is whole if the source has all of it.
+        # The entry is None if the source lacks a part of the tensor. Only modules without such tensors are whole.
         modules[_module_of(tensor.name)][tensor.name] = (
             replace(tensor, name=PEFT_PREFIX + tensor.name, slabs=slabs) if len(slabs) == len(found) else None
         )
@@ -233,8 +238,8 @@ def fully_trained_in_peft(
         has_module = ".experts." not in f"{module}." and not any(is_mtp(model, name) for name in parts)
         if not any(is_changed.values()) or module in adapters or not has_module:
             continue
-        # If the embedding became a module of PEFT's (0.21, modules_to_save), a tied head would keep the base model's
-        # embedding.
+        # The embedding of a tied model must not be in modules_to_save, because in PEFT (0.21) the head would keep the
+        # base model's embedding.
         is_embedding = module == _module_of(model.architecture.table.hf_embedding)
         is_whole = None not in parts.values() and not (model.is_tied and is_embedding)
         whole += [module] if is_whole else []
@@ -253,13 +258,13 @@ def no_place_in_peft(names: Sequence[str]) -> UnsupportedError:
     """Returns the error for weights that were trained in full and that PEFT's form has no place for."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return UnsupportedError(
-        f"tensor {names[0]}{more}: was trained beside the adapters, but PEFT's form has no place for it: merge the "
-        "adapters into the model, or leave it out with --ignore"
+        f"tensor {names[0]}{more}: was trained in addition to the adapters, but PEFT's form has no place for such "
+        "tensors: merge the adapters into the model, or leave the tensor out with --ignore"
     )
 
 
 def has_adapted_weights(adapters: Iterable[str], weights: Iterable[str]) -> bool:
-    """Returns True if any of the weights, by mcore's names, belongs to a layer that has an adapter."""
+    """Returns True if any of the weights, which have mcore's names, belongs to a layer that has an adapter."""
     modules = {key.module for key in _adapters_among(adapters)}
     return any(key.module in modules for name in weights for key, _ in _keys_of(name, 0))
 
@@ -295,8 +300,8 @@ def peft_config(
 ) -> dict[str, Any]:
     """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors(adapted)`.
 
-    `dropout` is the dropout of the adapters' inputs, `base` the name or folder of the base model, if it is known, and
-    `modules_to_save` the modules that are whole in the adapter's file.
+    `dropout` is the dropout of the adapters' inputs. `base` is the name or folder of the base model, if known.
+    `modules_to_save` are the modules whose tensors are all in the adapter's file.
     """
     found = {t.name.removesuffix(WEIGHT): slab.low_rank for t in adapted for slab in t.slabs if slab.low_rank}
     rank, _ = Counter(low_rank.rank for low_rank in found.values()).most_common(1)[0]
@@ -322,7 +327,7 @@ def peft_config(
 
 
 def _names_to_save(model: HfModel, modules: Sequence[str]) -> list[str]:
-    """Returns the last part of each module's name, or the whole name if modules that are not listed end so, too."""
+    """Returns the last part of each module's name, or the whole name if other modules' names end with the same part."""
     every = {_module_of(tensor.name) for tensor in hf_tensors(model)}
     names: dict[str, None] = {}
     for module in modules:
@@ -339,13 +344,13 @@ def _plain(number: float) -> float | int:
 def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
     """Returns short names if every layer of these names has an adapter, else the full names.
 
-    By a short name, PEFT would give adapters to all layers of this name.
+    If given a short name, PEFT would add adapters to all layers whose names end with it.
     """
     short = {name.rpartition(".")[2] for name in adapted}
     modules = {
         tensor.name.removesuffix(WEIGHT)
         for tensor in hf_tensors(model)
-        if len(tensor.shape) == 2 and not is_mtp(model, tensor.name)  # transformers has no such layers
+        if len(tensor.shape) == 2 and not is_mtp(model, tensor.name)  # transformers has no multi-token prediction
     }
     if all(name in adapted for name in modules if name.rpartition(".")[2] in short):
         return sorted(short)

@@ -12,7 +12,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.config_fields import HfConfig
 
 _FIELD = "quantization_config"
-_FIELDS = (_FIELD, "compression_config")  # the second is what llm-compressor wrote at first
+_FIELDS = (_FIELD, "compression_config")  # early versions of llm-compressor wrote the second field
 _METHODS = ("fp8", "mxfp4", "compressed-tensors")
 # Models with a vision tower have the configuration of their language model in one of these fields.
 _NESTED = ("text_config", "llm_config")
@@ -42,9 +42,9 @@ def quantization_of(config: HfConfig) -> Quantization | None:
             method = fields.get("quant_method") if isinstance(fields, Mapping) else fields
             if method not in _METHODS or not isinstance(fields, Mapping):
                 raise UnsupportedError(
-                    f"config.json: {_FIELD} is {method!r}: weights can be read if they are plain or quantized as "
-                    f"{', '.join(_METHODS)}; dequantize others first, as transformers does (from_pretrained, then "
-                    "save_pretrained)"
+                    f"config.json: {_FIELD} is {method!r}, but only weights that are plain or quantized as "
+                    f"{', '.join(_METHODS)} can be read: dequantize the model first with transformers "
+                    "(from_pretrained, then save_pretrained)"
                 )
             return Quantization(method, fields)
     return None
@@ -60,7 +60,7 @@ def without_quantization(config: HfConfig) -> dict[str, Any]:
 
 
 def stated_dtype(config: HfConfig) -> torch.dtype:
-    """Returns the dtype that a config states for the model: bfloat16, float16 or float32. Without one, bfloat16."""
+    """Returns the dtype that a config states for the model: bfloat16, float16 or float32. The default is bfloat16."""
     for part in (config, *(config.get(name) for name in _NESTED)):
         name = (part.get("dtype") or part.get("torch_dtype")) if isinstance(part, Mapping) else None
         dtype = getattr(torch, str(name), None)

@@ -1,9 +1,9 @@
-"""Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction.
+"""Decides from config, tensors and flags whether a model has tied embeddings, a value head and multi-token prediction.
 
-The tensors and `config.json` show each of these facts, and so do the flags of older tools. Offline, a contradiction is
-an error. In a live save the tensors decide, because a critic is trained with the config of its language model. The save
-then writes a `config.json` that fits the tensors (`config_of_weights`, which also spells rope and dtype for both
-transformers 4 and 5).
+The tensors, `config.json` and the flags of older tools can each show these facts. In a conversion or merge, a
+contradiction is an error. In a live save the tensors decide, because a critic is trained with the config of its
+language model. The save then writes a `config.json` that fits the tensors (`config_of_weights`, which also spells rope
+and dtype for both transformers 4 and 5).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def reconcile(
 
     Args:
         model: the model that `config.json` describes, from `model_from_config`.
-        tensors: the shapes of all tensors by name. The names are the names in a HuggingFace folder, or the global names
-            of an mcore checkpoint.
+        tensors: the shapes of all tensors, by their names in a HuggingFace folder or their global names in an mcore
+            checkpoint.
         tie_word_embedding: the user's flag, True if the output head is the embedding. None if the flag is not set.
         is_value_model: the user's flag, True if the head gives one value. None if the flag is not set. Trainers save a
             critic with the config of its language model, so a flag that agrees with the tensors overrules the class in
@@ -76,8 +76,8 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
     """Returns the model with the kind of vision tower that the names of mcore tensors show.
 
     A vision-language model of megatron has either a tower of megatron's modules, or the tower of transformers as it is
-    (the fact "hf_tower"). The architecture's facts say which one Megatron-Bridge has; other programs have the other.
-    Names that belong to no tower change nothing.
+    (the fact "hf_tower"). The architecture's facts say which of these towers Megatron-Bridge uses; other programs use
+    the other tower. Names that belong to no tower change nothing.
     """
     tower = [name for name in names if in_tower(name)]
     if not tower:
@@ -88,7 +88,7 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
 
 def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
-    """Returns the model with the multi-token prediction that names show and `config.json` does not mention."""
+    """Returns the model with multi-token prediction if the names show it and `config.json` does not mention it."""
     first = model.architecture.table.mcore + "mtp.layers.0.", hf_mtp_prefix(model)
     if model.mtp_layers or not model.known.unstated_mtp or not any(name.startswith(first) for name in names):
         return model
@@ -98,13 +98,13 @@ def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
 def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
     """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
 
-    Training can add tokens, which take rows of megatron's padding, while the configuration still describes the base
-    model. Without this function, the rows of these tokens would be cut off as padding. `rows` is the number of rows of
-    the stored embedding, `tokens` the number of the tokenizer's tokens (None if it is unknown).
+    Training can add tokens, which use rows of megatron's padding, but the configuration still describes the base model.
+    Without this function, the rows of these tokens would be cut off as padding. `rows` is the number of rows of the
+    stored embedding, `tokens` the number of the tokenizer's tokens (None if it is unknown).
 
     Raises:
-        CheckpointMismatchError: the tokenizer has more tokens than there are rows, and `config.json` states fewer, so
-            that rows of tokens would be cut off.
+        CheckpointMismatchError: the tokenizer has more tokens than the embedding has rows, and `config.json` states
+            fewer rows, so that rows of tokens would be cut off.
     """
     stated = model.sizes.get("vocab", rows)
     if tokens is None or min(tokens, rows) <= stated:
@@ -136,13 +136,13 @@ def _reconcile_value(model: HfModel, data: bool, user: bool | None) -> bool:
     named = bool(model.config.get("architectures"))
     if user is not None and user != data:
         raise CheckpointMismatchError(
-            f"is_value_model is {user}, but the tensors are those of a model with a {_head(data)}: omit the flag, or "
-            "choose another checkpoint"
+            f"is_value_model is {user}, but the tensors show a model with a {_head(data)}: omit the flag, or choose "
+            "another checkpoint"
         )
     if user is None and named and model.is_value != data:
         raise CheckpointMismatchError(
-            f"config.json: architectures is {model.config['architectures']}, but the tensors are those of a model "
-            f"with a {_head(data)}: {_VALUE_HINTS[data]}"
+            f"config.json: architectures is {model.config['architectures']}, but the tensors show a model with a "
+            f"{_head(data)}: {_VALUE_HINTS[data]}"
         )
     return data
 
@@ -155,7 +155,7 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
     field = model.architecture.tied_field
     stated = bool(model.language_config.get(field))
     names = f"({model.architecture.table.hf_head} or {model.mcore_head})"
-    head = f"no head of its own {names}" if data else f"a head {names}"
+    head = f"no separate head {names}" if data else f"a head {names}"
     if user is not None and user != data:
         raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}: omit the flag")
     if stated != data:
@@ -171,7 +171,7 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
 def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
     """Returns the model's layers of multi-token prediction; none if the tensors have none.
 
-    A config may announce such layers although the tensors have none, because transformers does not save them.
+    A config can state such layers although the tensors have none, because transformers does not save these layers.
     """
     first = model.architecture.table.mcore + "mtp.layers.0." if is_mcore else hf_mtp_prefix(model)
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -1,4 +1,4 @@
-"""The registry of known architectures, and the function that builds an `HfModel` from a `config.json`.
+"""Keeps the registry of known architectures, and builds an `HfModel` from a `config.json`.
 
 To add a built-in architecture, see `architectures/__init__.py`.
 """
@@ -27,7 +27,7 @@ _architectures: dict[str, Architecture] = {known.model_type: known for known in 
 
 
 def register_architecture(architecture: Architecture) -> None:
-    """Registers an architecture under its `model_type`, in place of any architecture with the same `model_type`."""
+    """Registers an architecture under its `model_type`. Replaces an architecture that has the same `model_type`."""
     _architectures[architecture.model_type] = architecture
 
 
@@ -46,9 +46,9 @@ def model_from_config(
         tensors: the shapes of the model's tensors, if they are known, for the message about an unknown architecture.
 
     Raises:
-        UnsupportedError: the architecture is not registered (the message names the closest one), the model has a
-            feature without a counterpart in mcore, its weights are quantized in an unknown form, or a field holds an
-            impossible value.
+        UnsupportedError: the architecture is not registered (the message names the closest known architecture), the
+            model has a feature without a counterpart in mcore, the weights are quantized in an unknown form, or a field
+            holds an impossible value.
     """
     compiled(ignored)
     known = known_architectures()
@@ -58,8 +58,8 @@ def model_from_config(
         tables = sorted(name for name, architecture in known.items() if architecture.table.layer)
         raise UnsupportedError(
             f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(tables)}; "
-            f"{describe_closest(known.values(), _known, config, tensors)}: write a table for it ('How to add an "
-            "architecture' in CONTRIBUTING.md) and register it with mcore_ckpt.models.register_architecture"
+            f"{describe_closest(known.values(), _known, config, tensors)}: write a table for this architecture ('How "
+            "to add an architecture' in CONTRIBUTING.md) and register it with mcore_ckpt.models.register_architecture"
         )
     quantization_of(config)
     plain = without_quantization(config)
@@ -75,21 +75,21 @@ def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
     try:
         known = architecture.read(config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UnsupportedError(f"config.json: cannot be that of a {architecture.model_type}: {error!r}") from error
+        raise UnsupportedError(f"config.json: does not describe a {architecture.model_type}: {error!r}") from error
     for name, size in known.sizes.items():
         if type(size) is not int or not 0 <= size <= _MOST_OF_A_SIZE:
             raise UnsupportedError(
-                f"config.json: the size {name} of the model is {fields.shown(size)}, which is impossible"
+                f"config.json: the size {name} of the model is {fields.shown(size)}, but such a size is impossible"
             )
     for row in architecture.table.model:
         if row.per and known.sizes[row.per] > _MOST_COUNTED:
             raise UnsupportedError(
-                f"config.json: {known.sizes[row.per]} {row.per} are more than {_MOST_COUNTED}: no such model exists"
+                f"config.json: states {known.sizes[row.per]} {row.per}, more than {_MOST_COUNTED}: no such model exists"
             )
     layers = len(known.layers) + len(known.mtp_layers)
     if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS_OF_ALL_LAYERS:
         raise UnsupportedError(
-            f"config.json: {layers} layers of {known.sizes['experts']} experts are more than "
-            f"{_MOST_EXPERTS_OF_ALL_LAYERS} experts: no such model exists"
+            f"config.json: states {layers} layers of {known.sizes['experts']} experts, more than "
+            f"{_MOST_EXPERTS_OF_ALL_LAYERS} experts in all: no such model exists"
         )
     return known

@@ -1,4 +1,4 @@
-"""The rules for rotary embeddings. They translate fields of transformers 4 and 5 to megatron's arguments and back."""
+"""Defines the rules that translate rotary fields of transformers 4 and 5 to megatron's arguments and back."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RopeFields:
 
     @property
     def others(self) -> dict[str, Any]:
-        """The fields that have no attribute here."""
+        """The fields of `fields` that no attribute of this class has."""
         return {name: value for name, value in self.fields.items() if name not in _OWN}
 
     def refusal(self, name: str, why: str, value: Any = None) -> UnsupportedError:
-        """Returns the error for a field of `fields`, or for another field, which has the value `value`."""
+        """Returns the error for the field `name` with the value `value`, by default the value in `fields`."""
         value = self.fields.get(name) if value is None else value
         return UnsupportedError(f"config.json: {name} of {self.kind} rotary embeddings is {value!r}: {why}")
 
@@ -42,12 +42,13 @@ class RopeFields:
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
     """Reads the rotary fields of transformers 5 (`rope_parameters`) or of 4 (`rope_theta`, `rope_scaling`).
 
-    Raises UnsupportedError if they differ between kinds of layers, or are not an object.
+    Raises UnsupportedError if these fields differ between kinds of layers, or are not an object.
     """
     fields = _fields(hf)
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise UnsupportedError(
-            "config.json: rope_parameters differ between kinds of layers, which megatron-core does not support"
+            "config.json: rope_parameters differ between kinds of layers, but megatron-core has only one set for all "
+            "layers"
         )
 
     def either(name: str, default: float) -> float:
@@ -64,14 +65,14 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
 def _fields(hf: HfConfig) -> Mapping[str, Any]:
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(fields, Mapping):
-        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
+        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, but must be an object")
     return fields
 
 
 def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
     """Returns the fields that describe rotary embeddings, both for transformers 4 and for transformers 5.
 
-    Each version reads only its own fields. With `rope_parameters` only, transformers 4 would use the default theta.
+    Each version reads only its own fields: given only `rope_parameters`, transformers 4 would use the default theta.
     """
     of_part = {} if partial is None else {"partial_rotary_factor": partial}
     return {
@@ -94,7 +95,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 class Rope:
     """The rule for the rotary embeddings of attention that is not latent.
 
-    Its attributes are transformers' defaults for theta and for the rotated fraction of each head.
+    The attributes are transformers' defaults for theta and for the rotated fraction of each head.
     """
 
     default_theta: float = 10000.0
@@ -141,8 +142,8 @@ class Rope:
             kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
         if partial == self.default_partial == 1.0:
             partial = None
-        # The `mrope_` fields say how the coordinates of a position in an image divide the frequencies. They stay as
-        # they are in `base`, because GPTModel has text only.
+        # The `mrope_` fields say how the coordinates of a position in an image divide the frequencies. GPTModel handles
+        # only text, so these fields stay as they are in `base`.
         of_images = {name: value for name, value in _fields(base).items() if name.startswith("mrope_")}
         return write_rope(kind, mcore["gpt.rotary_base"], partial, {**more, **of_images})
 
@@ -155,9 +156,10 @@ class Rope:
 class MultimodalRope:
     """The rule for rotary embeddings with a part of each head for time, height and width ("mrope" in megatron).
 
-    transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". Where
-    `mrope_interleaved` is set (Qwen3-VL), the frequencies of the three alternate. GPTModel cannot do that, so
-    Megatron-Bridge replaces the `rotary_pos_emb` of GPTModel. The field stays as it is in `config.json`.
+    transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". If
+    `mrope_interleaved` is set (Qwen3-VL), the frequencies of time, height and width alternate. GPTModel cannot do that,
+    so Megatron-Bridge replaces GPTModel's `rotary_pos_emb`. The field `mrope_interleaved` stays as it is in
+    `config.json`.
 
     The attributes are transformers' defaults for theta, for the lengths of the three parts (None: transformers has no
     default), and for the rotated fraction of each head.
@@ -214,7 +216,7 @@ _YARN = (
 def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
     """Returns Yarn's fields under megatron's names, with the defaults of transformers' `_compute_yarn_parameters`.
 
-    mscale and mscale_all_dim are None unless the config has both. If they are None, only the factor scales cosine and
+    mscale and mscale_all_dim are None if the config lacks either. If they are None, only the factor scales cosine and
     sine, both in transformers and in megatron's `_yarn_get_concentration_factor` (0.16.1).
     """
     fields = rope.fields
@@ -249,7 +251,10 @@ def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
 
 
 class LatentRope:
-    """The rule for the rotary embeddings of latent attention. In megatron they are set in `MLATransformerConfig`."""
+    """The rule for the rotary embeddings of latent attention.
+
+    In megatron, fields of `MLATransformerConfig` set these embeddings.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         rope = read_rope(hf, 10000.0, 1.0)

@@ -1,4 +1,4 @@
-"""Reads from `config.json` what a model computes with its tensors, and compares that with a checkpoint's facts."""
+"""Reads from `config.json` how a model computes with its tensors, and compares these facts with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import check_known, gpt_arguments, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 
-# The facts that decide the order of a tensor's rows, which its shape does not show. Each fact has the name of its size
-# in the table.
+# The facts that decide the order of rows in a tensor, which the tensor's shape does not show. Each fact is mapped to
+# the name of its size in the table.
 _ORDER = {
     "num_attention_heads": "heads",
     "num_query_groups": "groups",
@@ -43,9 +43,9 @@ def facts_of_folder(path: Path) -> Facts:
 
 
 def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
-    """Returns the facts that no tensor shows, and in which `config.json` differs from the model that was trained.
+    """Returns the differences between `config.json` and the model that was trained, in facts that no tensor shows.
 
-    `saved` has the facts of the checkpoint or of the live model. Facts that it lacks are not compared.
+    `saved` has the facts of the checkpoint or of the live model. Facts that `saved` lacks are not compared.
     """
     towers = {name: value for name, value in saved.items() if "." in name}  # no rule describes towers
     sizes = {fact: model.sizes[size] for fact, size in _ORDER.items() if size in model.sizes}
@@ -62,8 +62,8 @@ def check_rows(
     found = other_facts(saved, model)
     if wrong := [each for each in found if each.name in _ORDER]:
         raise CheckpointMismatchError(
-            f"{described(wrong, saved_in, stated_in)}, so this {model.describe()} has the rows of its tensors in "
-            "another order: give the configuration of the model that was trained"
+            f"{described(wrong, saved_in, stated_in)}, so the {model.describe()} of this config.json has another order "
+            "of rows in its tensors: give the configuration of the model that was trained"
         )
     return found
 
@@ -72,15 +72,15 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
     """Raises CheckpointMismatchError unless a live model computes what a HuggingFace config describes.
 
     Args:
-        model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Arguments that this
-            module does not expose are not compared, nor are facts that tensors show. A model without multi-token
-            prediction is accepted.
+        model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Facts that tensors
+            show, and arguments that the module does not expose, are not compared. The model may lack multi-token
+            prediction.
         hf_model: the model that the config describes, from `model_from_config`.
-        strict: False if differences that a longer context makes on purpose (the rotary base) are only returned, not
-            refused.
+        strict: False to accept differences that are made on purpose for a longer context (the rotary base). These are
+            only returned.
 
     Returns:
-        The differences. `saved` is the config's value, `live` the model's.
+        The differences: in each, `saved` is the config's value, and `live` is the model's.
     """
     # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
     model = getattr(model, "language_model", None) or model
@@ -93,7 +93,7 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
             raise CheckpointMismatchError(
                 f"the model's {each.name} is {each.live!r}, but config.json of this {hf_model.describe()} requires "
                 f"{each.saved!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace "
-                "model that it was built for"
+                "model for which this model was built"
             )
     if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
         raise CheckpointMismatchError(

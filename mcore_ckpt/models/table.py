@@ -1,11 +1,12 @@
-"""The table of an architecture: which HuggingFace tensors make up which mcore tensor, and in what order of rows.
+"""Defines an architecture's table: which HuggingFace tensors make up which mcore tensor, in what order of rows.
 
-Both sides are *global* tensors. A table does not know how tensor parallelism cuts an mcore tensor. It uses the names of
-megatron's local layer specs; `sharding.synonyms` translates the names of transformer-engine's specs.
+On both sides, a table has *global* tensors: it does not know how tensor parallelism cuts an mcore tensor. For mcore
+tensors, a table uses the names of megatron's local layer specs; `sharding.synonyms` translates the names of
+transformer-engine's specs.
 
-If megatron fuses several tensors into one, a row names these sections (`Row.sections`). Nothing in a HuggingFace folder
-shows them, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each under a separate
-key. Gate and up need no names.
+If megatron fuses several tensors into one, a row names these sections (`Row.sections`). A HuggingFace folder does not
+show the sections, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each section
+under a separate key. The sections gate and up need no names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.
 
 
 class RowRange(NamedTuple):
-    """Rows `[start, start + rows)` of one HuggingFace tensor; `source` is its position in `Row.hf`."""
+    """Rows `[start, start + rows)` of one HuggingFace tensor; `source` is the tensor's position in `Row.hf`."""
 
     source: int
     start: int
@@ -35,7 +36,10 @@ class RowRange(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A group of rows in an mcore tensor that tensor parallelism cuts separately. `name` is megatron's name for it."""
+    """A group of rows in an mcore tensor that tensor parallelism cuts separately
+
+    `name` is megatron's name of the group.
+    """
 
     name: str
     rows: int
@@ -87,9 +91,9 @@ def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 
 
 class ValueChange(Protocol):
-    """A conversion of a tensor's elements that a new order of rows cannot express.
+    """A conversion of a tensor's elements that does more than change the order of rows.
 
-    It must be exact in both directions for the values that occur in models.
+    The conversion must be exact in both directions for the values that occur in models.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor: ...
@@ -101,9 +105,9 @@ class Row:
     """One row of a table: one mcore tensor and the HuggingFace tensors that make it up.
 
     Attributes:
-        mcore: the mcore tensor's name relative to its layer, or to the model for rows outside of layers. It contains
-            `{expert}` if the tensor belongs to one expert. It is empty if only HuggingFace has the tensor. In that
-            case an export writes zeros, and a reader refuses any other values.
+        mcore: the mcore tensor's name relative to its layer, or to the model for rows outside of layers. The name
+            contains `{expert}` if the tensor belongs to one expert, and is empty if only HuggingFace has the tensor.
+            For an empty name, an export writes zeros, and a reader refuses any other values.
         hf: the names of the HuggingFace tensors, each with its shape in words, such as "heads*head_dim hidden". If the
             mcore name contains `{expert}` and the HuggingFace names do not, each HuggingFace tensor holds all experts,
             stacked along its first axis.
@@ -114,10 +118,11 @@ class Row:
         is_copy: True if another row holds the same tensor (DeepSeek's MTP layers repeat the embedding and the head).
             A copy is written on export and ignored on reading.
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
-            order of their rows. The keys are megatron's names of the sections, the values their numbers of rows in
-            words. Gate and up of `linear_fc1` need no sections.
-        per: for a row outside of the decoder's layers that occurs several times (once per layer of a vision tower): the
-            size that says how often. All names contain `{number}`, which counts from 0. Empty for all other rows.
+            order of their rows. The keys are megatron's names of the sections, and the values are the sections' numbers
+            of rows in words. Gate and up of `linear_fc1` need no sections.
+        per: the name of the size that says how often the row occurs, for a row outside of the decoder's layers that
+            occurs several times (once per layer of a vision tower). All names contain `{number}`, which counts from 0.
+            Empty for all other rows.
     """
 
     mcore: str
@@ -130,7 +135,7 @@ class Row:
     per: str = ""
 
     def applies(self, facts: frozenset[str]) -> bool:
-        """Returns True if a model and a layer with these facts have the row's tensors."""
+        """Returns True if the row's tensors exist in a model and a layer with these facts."""
         return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in self.when.split())
 
 
@@ -145,17 +150,18 @@ class Table:
         mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are
             relative to `{mcore}mtp.layers.{n}.` in mcore and to `hf_mtp_layer` in HuggingFace. If one depth is a stack
             of several layers, the rows can ask for the words "first" and "last", which are true of the stack's ends.
-        stacked: alternative rows for tensors of `layer`, used only on reading. In this form one tensor holds all
-            experts, as in the memory of transformers 5. Names are relative to the same prefixes as in `layer`.
+            stacked: alternative rows for tensors of `layer`, used only on reading. In this form one tensor holds all
+            experts, as in a model that transformers 5 has in memory. Names are relative to the same prefixes as in
+            `layer`.
         ignored: regular expressions for the names of HuggingFace tensors that are left out.
         mcore: the beginning of the names of the decoder's tensors in mcore: `language_model.` in vision-language
             models.
-        hf: the beginning of the same names in HuggingFace.
+        hf: the beginning of the names of the decoder's tensors in HuggingFace.
         hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
         hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is the layer's
             number among these layers, and `{layer}` its number if the decoder's layers are counted first.
         hf_mtp_decoder: the text after `hf_mtp_layer` in the names of the rows of `layer`.
-        spellings: pairs of a beginning that names can have in folders, and the beginning that the table has instead.
+        spellings: pairs of two beginnings of names: one that a folder can have, and the one that the table has instead.
             The first pair that fits a name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
             multi-token prediction are stacks of such layers. False if it is a GPTModel.

@@ -166,9 +166,9 @@ def test_a_result_for_programs(saved: Path, tmp_path: Path, capsys: pytest.Captu
                     f"{name}.weight (rows 131 to 135)" for name in ("embedding.word_embeddings", "output_layer")
                 ],
             },
-            {"reason": "they say how other weights are quantized", "tensors": ["hf_quant_config.json"]},
+            {"reason": "descriptions of how the old weights were quantized", "tensors": ["hf_quant_config.json"]},
             {
-                "reason": "old weights, as another program or an adapter has them",
+                "reason": "old weights in the form of another program or of an adapter",
                 "tensors": ["model.Q8_0.gguf", "onnx/model.onnx_data", "original/consolidated.00.pth"],
             },
         ],
@@ -341,7 +341,7 @@ def test_an_upload_that_fails_leaves_the_folder(
         (["--public"], 2, "--public needs a repository"),
         (["--local_dir", "elsewhere"], 2, "source: give it once"),
         (["--tie-word-embedding"], 1, "tie_word_embedding is True, but the tensors have a head"),
-        (["--is-value-model"], 1, "is_value_model is True, but the tensors are those of a model with a language model"),
+        (["--is-value-model"], 1, "is_value_model is True, but the tensors show a model with a language model"),
         (["--hf_model_path", "nowhere"], 2, "--hf_model_path nowhere: there is no such folder"),
     ],
 )

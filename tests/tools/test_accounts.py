@@ -263,7 +263,7 @@ def test_what_peft_has_no_place_for_is_refused_or_ignored(tmp_path: Path, capsys
     only = ("merge", role, tmp_path / "adapter", "--adapters", "only")
     status, error = run(capsys, *only)
     assert status == 1
-    assert f"tensor {expert}: was trained beside the adapters, but PEFT's form has no place for it" in error
+    assert f"tensor {expert}: was trained in addition to the adapters, but PEFT's form has no place for" in error
     status, report = run(capsys, *only, "--ignore", r".*\.1\.linear_fc2\.weight")
     assert status == 0
     assert reasons(report)[IGNORED] == [name for name in base if name.endswith(".1.linear_fc2.weight")]
@@ -273,4 +273,4 @@ def test_what_peft_has_no_place_for_is_refused_or_ignored(tmp_path: Path, capsys
         role = make(tmp_path / f"s{number}", {**base, **news}, config=config, adapters=settings, stepped=())
         status, report = run(capsys, "merge", role, tmp_path / f"m{number}", "--adapters", "only")
         assert status == wanted
-        assert "was trained beside" in report if wanted else {*reasons(report)} == {MAYBE_TRAINED}
+        assert "was trained in addition" in report if wanted else {*reasons(report)} == {MAYBE_TRAINED}

@@ -1,4 +1,4 @@
-"""The built-in HuggingFace architectures: one module per family of models.
+"""Lists the built-in HuggingFace architectures: one module per family of models.
 
 To add an architecture, write a module that exports the tuple `ARCHITECTURES`, and add the module to the list below.
 """

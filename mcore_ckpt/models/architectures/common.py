@@ -33,9 +33,9 @@ def attention(hf: str, when: str, queries: str = "heads", order: Transform = qkv
     Args:
         hf: the beginning of the projections' HuggingFace names.
         when: see `Row`.
-        queries: the number of heads in the projection of queries, in words.
+        queries: the number of heads in the projection of queries, as words of a shape (see `Row.hf`).
         order: a function that orders the rows of queries, keys and values (see `Row.transform`).
-        bias: the words of `Row.when` for a bias of queries, keys and values. Empty: there is no bias.
+        bias: the words of `Row.when` for a bias of queries, keys and values; empty if there is no bias.
     """
     lengths = {"q": f"{queries}*head_dim", "k": "groups*head_dim", "v": "groups*head_dim"}
     weights = {f"{hf}.{name}_proj.weight": f"{rows} hidden" for name, rows in lengths.items()}
@@ -62,7 +62,7 @@ DENSE_MLP = (
 )
 
 EXPERT = "mlp.experts.local_experts.{expert}."
-"""The beginning of mcore's names of an expert's tensors."""
+"""The beginning of an expert's tensors' names in mcore."""
 
 ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
@@ -90,7 +90,7 @@ STACKED_EXPERTS = (
 
 
 def shared_experts(name: str) -> tuple[Row, ...]:
-    """Returns the rows of shared experts and of their gate. Their HuggingFace names begin with `mlp.{name}`."""
+    """Returns the rows of shared experts and of the experts' gate. The HuggingFace names begin with `mlp.{name}`."""
     mcore, hf = "mlp.shared_experts.", f"mlp.{name}"
     gate_and_up = dict.fromkeys((f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), "shared_ffn hidden")
     return (
@@ -119,7 +119,7 @@ def weight_and_bias(mcore: str, hf: str, weight: str, bias: str, **more: Any) ->
 
 
 def below(mcore: str, hf: str, rows: Iterable[Row], **more: Any) -> list[Row]:
-    """Returns the rows with `mcore` and `hf` put before their names, and with the fields in `more`."""
+    """Returns the rows with `mcore` and `hf` put before the names on each side, and with the fields in `more`."""
     return [
         replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, **more)
         for row in rows
@@ -139,10 +139,10 @@ def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
 
 
 def vision_of(config: HfConfig) -> Mapping[str, Any]:
-    """Returns the fields of a vision tower. Raises UnsupportedError if there are none."""
+    """Returns the config's fields of a vision tower. Raises UnsupportedError if there are no such fields."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
-        raise UnsupportedError(f"config.json: vision_config is {vision!r}, not an object")
+        raise UnsupportedError(f"config.json: vision_config is {vision!r}, but must be an object")
     return vision
 
 
@@ -172,7 +172,7 @@ def facts_of(config: HfConfig) -> set[str]:
     """
     classes = config.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise UnsupportedError(f"config.json: architectures is {classes!r}, not a list of names")
+        raise UnsupportedError(f"config.json: architectures is {classes!r}, but must be a list of names")
     if any(name.endswith("ForTokenClassification") for name in classes):
         return {"value", "score_bias"}
     if any(name.endswith("ForSequenceClassification") for name in classes):
@@ -181,7 +181,7 @@ def facts_of(config: HfConfig) -> set[str]:
 
 
 def uniform_layers(config: HfConfig) -> tuple[frozenset[str], ...]:
-    """Returns the facts of decoder layers that are all of the same kind: an empty set for each layer."""
+    """Returns the facts of decoder layers that are all alike: an empty set for each layer."""
     return (frozenset[str](),) * integer(config, "num_hidden_layers")
 
 
@@ -207,15 +207,15 @@ def read_mixture(config: HfConfig, *facts: str) -> ModelFacts:
 
 
 def integer(config: Mapping[str, Any], name: str) -> int:
-    """Reads a required positive integer. Raises UnsupportedError if the field is missing or holds anything else."""
+    """Reads a required positive integer. Raises UnsupportedError if the field is missing or has another value."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
+        raise UnsupportedError(f"config.json: {name} is {value!r}, but must be a positive number")
     return value
 
 
 def first_integer(config: Mapping[str, Any], *names: str) -> int:
-    """Reads a required positive integer from the first of several fields that is present.
+    """Reads a required positive integer from the first of these fields that is present.
 
     Raises UnsupportedError if no field is present, or if the value is not a positive integer.
     """

@@ -1,7 +1,7 @@
 """DeepSeek-V2, V3 and R1, Moonlight and Kimi-K2.
 
-They have latent attention. Their routers choose experts by sigmoid scores with a bias; the router of V2 uses a softmax
-without a bias.
+These models have latent attention. The routers choose experts by sigmoid scores with a bias, but the router of V2 uses
+a softmax without a bias.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mcore_ckpt.models.table import Row, Table
 
 
 def read_deepseek_experts(config: HfConfig) -> ModelFacts:
-    """Reads all facts about a DeepSeek model except the facts about its latent attention."""
+    """Reads all facts about a DeepSeek model except those about latent attention."""
     number, dense = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     layers = moe_layers([layer >= dense for layer in range(number)])
     sizes = sizes_of(config)
@@ -86,11 +86,11 @@ class SoftmaxOfGroups:
     """The rule for the way in which DeepSeek-V2's router chooses experts, `topk_method`.
 
     "greedy" chooses the best of all experts. "group_limited_greedy" first chooses groups, by the best expert of each
-    group, and then the best experts of these groups. The weights are the softmax of all experts.
+    group, and then the best experts of these groups. The weights are the softmax over the scores of all experts.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
-        # transformers leaves the weights as they are, whatever norm_topk_prob says (DeepseekV2TopkRouter, 5.23).
+        # transformers ignores norm_topk_prob and does not normalize the weights (DeepseekV2TopkRouter, 5.23).
         for rule in (
             Refused("scoring_func", "softmax"),
             Refused("norm_topk_prob", False),
@@ -121,9 +121,9 @@ class SoftmaxOfGroups:
         if topk // chosen != 1:
             raise UnsupportedError(
                 f"config.json: topk_method is 'group_limited_greedy' with num_experts_per_tok {topk} and topk_group "
-                f"{chosen}, which no megatron-core up to 0.19 has a counterpart for: it ranks groups by their "
-                f"{topk // chosen} best experts (group_limited_topk), but DeepSeek-V2 by their best one. Only models "
-                "that choose experts from all groups can be converted, such as DeepSeek-V2-Lite"
+                f"{chosen}, but megatron-core up to 0.19 has no counterpart for this: megatron ranks groups by their "
+                f"{topk // chosen} best experts (group_limited_topk), and DeepSeek-V2 by their single best expert. "
+                "Only models that choose experts from all groups can be converted, such as DeepSeek-V2-Lite"
             )
         return groups, chosen
 

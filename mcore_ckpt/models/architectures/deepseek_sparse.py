@@ -1,7 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, in which an indexer chooses the tokens to attend to.
 
-megatron-core has this attention as `experimental_attention_variant="dsa"`. Before 0.19, megatron's indexer rotates the
-last elements of each head, but these models rotate the first elements, so megatron would choose other tokens.
+megatron-core has this attention as `experimental_attention_variant="dsa"`. megatron before 0.19 cannot be used: its
+indexer rotates the last elements of each head, but these models rotate the first elements, so megatron would choose
+other tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers(layers: int, freq: int, offset: int) -> list[str]:
-    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others use earlier choices."""
+    """Returns, for each layer, "full" if it has an indexer, or "shared" (`is_dsa_skip_topk_layer`, 0.19)."""
     return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
 
 
@@ -39,14 +40,14 @@ def _frequency(config: HfConfig) -> tuple[int, int]:
     if not types:
         return max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
     found = list(types)
-    # `offset` is the number of layers before the first layer without an indexer, which is layer `offset`. The next
-    # layer with an indexer is layer `offset + freq - 1`.
+    # Layers are counted from 0. Layer `offset` is the first layer without an indexer. The next layer with an indexer is
+    # layer `offset + freq - 1`.
     offset = found.index(_SHARED) if _SHARED in found else layers
     freq = (found.index(_FULL, offset) if _FULL in found[offset:] else len(found)) - offset + 1
     if found == _indexers(layers, freq, offset):
         return (freq, offset) if freq > 1 else (1, 1)
     raise UnsupportedError(
-        f"config.json: indexer_types is {types}, which megatron-core 0.19 has no counterpart for: after the first "
+        f"config.json: indexer_types is {types}, but megatron-core 0.19 has no counterpart for these: after the first "
         "layers, exactly every n-th layer must have an indexer"
     )
 
@@ -56,7 +57,9 @@ def _read(config: HfConfig) -> ModelFacts:
     heads, size = integer(config, "index_n_heads"), integer(config, "index_head_dim")
     sizes = {**known.sizes, "index_dim": size, "index_queries": heads * size, "index_heads": heads}
     if "q_lora" not in known.facts:
-        raise UnsupportedError("config.json: q_lora_rank is missing, from which the indexer makes its queries")
+        raise UnsupportedError(
+            "config.json: q_lora_rank is missing, but the indexer computes its queries from latent queries of this rank"
+        )
     indexers = _indexers(len(known.layers), *_frequency(config)) if config["model_type"] == "glm_moe_dsa" else None
     layers = tuple(
         kind | {"indexer"} if indexers is None or indexers[number] == _FULL else kind
@@ -78,7 +81,7 @@ _TABLE = replace(DEEPSEEK_TABLE, layer=(*NORMS, *LATENT_ROWS, *_INDEXER, *DEEPSE
 
 
 class _LayerTypes:
-    """The rule for the lists of transformers 5 that repeat what other fields say."""
+    """The rule for the lists in configs of transformers 5 that repeat the information of other fields."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         layers, dense = integer(hf, "num_hidden_layers"), hf.get("first_k_dense_replace") or 0
@@ -120,8 +123,8 @@ _RULES = (
     Same("dsa_indexer_n_heads", "index_n_heads"),
     Same("dsa_indexer_head_dim", "index_head_dim"),
     Same("dsa_indexer_topk", "index_topk"),
-    # Both values are as in transformers (DeepseekV32Indexer). transformers does not rotate queries and keys, because
-    # that rotation changes none of their products.
+    # Both values are those of transformers (DeepseekV32Indexer), which does not rotate queries and keys, because that
+    # rotation changes none of their products.
     Constant("dsa_indexer_k_norm_epsilon", 1e-6),
     Constant("dsa_indexer_rotate_activation", False),
 )

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its successors with the same model_type. They combine Qwen's attention with DeepSeek's experts."""
+"""GLM-4.5 and its successors with the same model_type, which combine Qwen's attention with DeepSeek's experts."""
 
 from __future__ import annotations
 

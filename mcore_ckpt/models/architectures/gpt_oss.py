@@ -30,7 +30,7 @@ class Interleaved:
 
 
 class Transposed:
-    """Transposes a weight. In HuggingFace, its first axis has the inputs; in mcore it has the outputs."""
+    """Transposes a weight, whose first axis has the inputs in HuggingFace, but the outputs in mcore."""
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
         return mcore.T.contiguous()

@@ -1,8 +1,9 @@
 """Kimi-K2.5 and K2.6: Kimi-K2's decoder with a vision tower and a projector.
 
-The fields of the language model are in `text_config`, and so is `quantization_config`: experts are published as packed
-4-bit integers. Tower and projector are modules of the Python files that come with the model. Megatron-Bridge's model
-has them under the same names (`models/kimi_vl`, 0.6), whole on each rank of the first stage.
+`text_config` contains the fields of the language model and `quantization_config`, because experts are published as
+packed 4-bit integers. The classes of tower and projector are in Python files that come with the model.
+Megatron-Bridge's model has the two modules under the same names (`models/kimi_vl`, 0.6), whole on each rank of the
+first stage.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _TOWER = (
 )
 _DECODER = language_model_rows(lambda name: f"language_model.{name}")
 _MTP = tuple(replace(row, mcore=LANGUAGE_MODEL + row.mcore) if row.is_copy else row for row in DEEPSEEK_TABLE.mtp)
-# transformers (5.23) reads the published names, but writes some of them with another beginning.
+# transformers (5.23) reads the published names, but writes some tensors under names with another beginning.
 _SPELLINGS = (
     ("language_model.model.blocks.", "language_model.model.layers."),
     ("model.mm_projector.", PROJECTOR),
@@ -76,11 +77,11 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
-    # Each field is read by its first published name, or by its name in transformers 5.
+    # Each field is read under the name in the first published config, or under its name in transformers 5.
     hidden = first_integer(vision, "vt_hidden_size", "hidden_size")
     kernel = vision.get("merge_kernel_size", (2, 2))
     if not isinstance(kernel, (list, tuple)) or len(kernel) != 2:
-        raise UnsupportedError(f"config.json: merge_kernel_size is {kernel!r}, not two numbers")
+        raise UnsupportedError(f"config.json: merge_kernel_size is {kernel!r}, but must be two numbers")
     height, width = (integer({"merge_kernel_size": side}, "merge_kernel_size") for side in kernel)
     return {
         "v_hidden": hidden,

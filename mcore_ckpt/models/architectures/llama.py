@@ -17,7 +17,7 @@ ARCHITECTURES = (
         ("LlamaForCausalLM", "LlamaForTokenClassification"),
         _TABLE,
         read_uniform,
-        # These fields also add biases to o_proj or to the MLP, but megatron's add_qkv_bias does not.
+        # In HuggingFace, these fields also add biases to o_proj or to the MLP, but megatron's add_qkv_bias does not.
         (*DENSE, ROPE, Refused("attention_bias", False), Refused("mlp_bias", False)),
     ),
     Architecture(

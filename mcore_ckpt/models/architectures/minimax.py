@@ -1,8 +1,8 @@
 """MiniMax-M2, M2.5 and M2.7: Mixtral's layers with norms of all queries and of all keys, and sigmoid scores.
 
 megatron-core up to 0.19 has only norms of each head's queries and keys. So the `GPTModel` must be built with
-Megatron-Bridge's layer spec (`minimax_m2_layer_spec`). Its norms cover all heads and are cut as the heads are. With
-megatron's own specs a load is refused, because the shapes differ.
+Megatron-Bridge's layer spec (`minimax_m2_layer_spec`). The norms of this spec cover all heads, and tensor parallelism
+cuts them in the same way as the heads. With megatron's own specs, a load is refused, because the shapes differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RotaryDim:
         if size is not None and rotated != size:
             raise UnsupportedError(
                 f"config.json: rotary_dim is {size}, but partial_rotary_factor says that {rotated:g} elements of each "
-                "head are rotated: correct one of them"
+                "head are rotated: correct one of the two fields"
             )
         return values
 
@@ -55,7 +55,7 @@ class FullAttention(Rule):
         kinds = hf.get("attn_type_list") or []
         if any(kind != 1 for kind in kinds):
             raise UnsupportedError(
-                f"config.json: attn_type_list is {kinds}: only 1, full attention, can be converted, because "
+                f"config.json: attn_type_list is {kinds}: only 1 (full attention) can be converted, because "
                 "megatron-core up to 0.19 has no lightning attention"
             )
         return {}
@@ -94,8 +94,8 @@ ARCHITECTURES = (
             Constant("moe_router_enable_expert_bias", True),
             *(Constant(f"moe_router_{name}", None) for name in ("topk_scaling_factor", "num_groups", "group_topk")),
             Constant("qk_layernorm", True),
-            # The configs also announce modules for multi-token prediction. No published folder has these, so no rule
-            # reads the fields.
+            # The configs also state modules for multi-token prediction. No published folder has such modules, so no
+            # rule reads these fields.
             *(
                 Refused(name, allowed)
                 for name, allowed in (

@@ -34,7 +34,7 @@ ARCHITECTURES = (
             SlidingWindow(),
             *EXPERT_COUNT,
             Same("moe_ffn_hidden_size", "intermediate_size"),
-            # The weights of the chosen experts always add up to 1, because the softmax covers only these experts.
+            # The weights of the chosen experts always add up to 1, because the softmax is over these experts only.
             Constant("moe_router_pre_softmax", False),
         ),
     ),

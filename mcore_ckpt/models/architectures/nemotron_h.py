@@ -1,8 +1,8 @@
 """Nemotron-H and Nemotron-3, hybrid models: each layer is a Mamba mixer, attention, an MLP or a mixture of experts.
 
-A HybridModel (`Table.is_hybrid`) has one mixer per layer, as HuggingFace's model has, so both number their layers
-alike. The rules also translate `hybrid_layer_pattern`, but without stages, which are the trainer's choice. A depth of
-multi-token prediction is a stack of such layers (`ModelFacts.mtp_stack`).
+A HybridModel (`Table.is_hybrid`) has one mixer per layer, like HuggingFace's model, so both have the same layer
+numbers. The rules also translate `hybrid_layer_pattern`, but without pipeline stages, because the trainer chooses
+these. A depth of multi-token prediction is a stack of layers with one mixer each (`ModelFacts.mtp_stack`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from mcore_ckpt.models.config_rules import Dtype, HeadDim, QueryGroups, SigmoidS
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD, Row, Table
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# The names of transformers 5.23, by megatron's symbols. Older configs have "mamba" and "attention" for two of them.
+# The names of the kinds of layers in transformers 5.23, by megatron's symbols. Older configs call two of them "mamba"
+# and "attention".
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _SYMBOLS = {name: symbol for names in (_NAMES, _KINDS) for symbol, name in names.items()} | {
     each: each for each in _KINDS
@@ -50,7 +51,7 @@ def _decoder(config: HfConfig) -> str:
 
 
 def _depth(config: HfConfig) -> str:
-    """Returns the layers of one depth of multi-token prediction. Empty without multi-token prediction."""
+    """Returns the layers of one depth of multi-token prediction; empty if the model has none."""
     if not config.get("num_nextn_predict_layers"):
         return ""
     return _pattern(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", "*E")
@@ -113,7 +114,7 @@ _MOE = (
     Row(EXPERT + "linear_fc2.weight", {"mixer.experts.{expert}.down_proj.weight": "latent moe_ffn"}, when="moe"),
     Row(_SHARED + "linear_fc1.weight", {"mixer.shared_experts.up_proj.weight": "shared_ffn hidden"}, when="moe"),
     Row(_SHARED + "linear_fc2.weight", {"mixer.shared_experts.down_proj.weight": "hidden shared_ffn"}, when="moe"),
-    # In Nemotron-3, routed experts work on a projection of the hidden state.
+    # In Nemotron-3, the input of routed experts is a projection of the hidden state.
     Row("mlp.fc1_latent_proj.weight", {"mixer.fc1_latent_proj.weight": "latent hidden"}, when="moe latent"),
     Row("mlp.fc2_latent_proj.weight", {"mixer.fc2_latent_proj.weight": "hidden latent"}, when="moe latent"),
 )
@@ -130,7 +131,7 @@ _MTP = (
 
 
 class _Layers:
-    """The rule for the kinds of layers, which are also megatron's `hybrid_layer_pattern`."""
+    """The rule for the kinds of layers, which megatron has as `hybrid_layer_pattern`."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         decoder, depths = _decoder(hf), hf.get("num_nextn_predict_layers") or 0
@@ -161,15 +162,15 @@ class _TimeSteps(Rule):
         # transformers 5 writes infinity as an object.
         if least or most not in (inf, {"__float__": "Infinity"}):
             raise UnsupportedError(
-                f"config.json: time_step_limit is {[least, most]}, which megatron-core 0.19 has no counterpart for: "
-                "only [0.0, Infinity] can be converted"
+                f"config.json: time_step_limit is {[least, most]}, but megatron-core 0.19 has no such limit: only "
+                "[0.0, Infinity] can be converted"
             )
         return {}
 
 
 @dataclass(frozen=True)
 class _IfExperts:
-    """Rules that count only if there are experts. A `config.json` has sizes of experts even if no layer has experts."""
+    """Rules that apply only if there are experts. A `config.json` has sizes of experts even if no layer has experts."""
 
     rules: tuple[Rule, ...]
 

@@ -48,7 +48,8 @@ _MOE = Table(
     (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     stacked=STACKED_EXPERTS,
 )
-# attention_bias also gives o_proj a bias, but megatron's add_qkv_bias does not. So attention_bias must be False.
+# With attention_bias, o_proj has a bias, too, which megatron's add_qkv_bias does not add. So attention_bias must be
+# False.
 _QWEN3 = (Constant("qk_layernorm", True), Refused("attention_bias", False))
 _MIXTURE = (*SOFTMAX_ROUTER, Same("moe_ffn_hidden_size", "moe_intermediate_size"), SparseStep())
 

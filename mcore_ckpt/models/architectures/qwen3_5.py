@@ -1,8 +1,8 @@
 """The language models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with separate projections in linear attention.
 
-Vision-language models describe such a model in `text_config`, and have its tensors under `model.language_model.`,
-except the tensors of multi-token prediction, which have the same names as here. Their tables consist of the rows, facts
-and rules of this module.
+Vision-language models describe such a language model in `text_config`, and have the language model's tensors under
+`model.language_model.`, except the tensors of multi-token prediction, which have the same names as here. The tables of
+vision-language models use the rows, facts and rules of this module.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def _mtp_layers(config: HfConfig, layers: Sequence[frozenset[str]]) -> tuple[fro
     number = config.get(_MTP_FIELD) or 0
     if number > 1:
         raise UnsupportedError(
-            f"config.json: {_MTP_FIELD} is {number}, which megatron-core 0.16.1 has no counterpart for: its layers of "
-            "multi-token prediction each have an fc and norms of their own (MultiTokenPredictionLayer), but Qwen's "
-            "share them. Only 1 can be converted"
+            f"config.json: {_MTP_FIELD} is {number}, but only 1 can be converted: in megatron-core 0.16.1, each layer "
+            "of multi-token prediction has a separate fc and separate norms (MultiTokenPredictionLayer), but in "
+            "Qwen's models all layers share these"
         )
-    # Qwen's layer has full attention, but megatron gives it the spec of the decoder's last layer
-    # (get_gpt_mtp_block_spec, 0.16.1).
+    # Qwen's layer of multi-token prediction has full attention, but megatron builds this layer with the spec of the
+    # decoder's last layer (get_gpt_mtp_block_spec, 0.16.1).
     if number and "linear" in layers[-1]:
         raise UnsupportedError(
-            f"config.json: {_MTP_FIELD} is {number} and the last layer has linear attention: megatron-core 0.16.1 "
-            "(get_gpt_mtp_block_spec) then gives multi-token prediction linear attention, too, but Qwen's has full "
-            f"attention: set {_MTP_FIELD} to 0 and leave the tensors out (ignore mtp\\..*)"
+            f"config.json: {_MTP_FIELD} is {number}, and the last layer has linear attention: in this case "
+            "megatron-core 0.16.1 (get_gpt_mtp_block_spec) uses linear attention in multi-token prediction, too, but "
+            f"Qwen uses full attention there: set {_MTP_FIELD} to 0 and leave the tensors out (ignore mtp\\..*)"
         )
     return (frozenset(layers[-1]),) * number
 
@@ -97,8 +97,8 @@ _LAYER = (
     *LINEAR_ATTENTION,
     *GATED_ATTENTION,
 )
-# transformers uses these names for a model that it has taken out of a vision-language model (conversion_mapping.py,
-# 5.23).
+# transformers writes these names if it has loaded only the language model of a vision-language model
+# (conversion_mapping.py, 5.23).
 _SPELLINGS = (("model.language_model.", "model."),)
 DENSE_TABLE = Table(
     MODEL, (*_LAYER, *DENSE_MLP), MTP, hf_mtp_layer="mtp.", hf_mtp_decoder="layers.{mtp}.", spellings=_SPELLINGS
@@ -106,7 +106,7 @@ DENSE_TABLE = Table(
 MOE_TABLE = replace(DENSE_TABLE, layer=(*_LAYER, *EXPERTS, *shared_experts("shared_expert")), stacked=STACKED_EXPERTS)
 
 _RULES: tuple[Rule, ...] = (
-    # In text the three coordinates of a position are equal, so mrope_section does not change the rotary embeddings.
+    # In text, the three coordinates of a position are equal, so mrope_section has no effect on the rotary embeddings.
     Rope(default_partial=0.25),
     *GATED_DELTA_NET,
     Refused("attn_output_gate", True),

@@ -1,6 +1,6 @@
 """Qwen3-Next, which has linear attention (GatedDeltaNet) in most layers and gated attention in the other layers.
 
-`config.json` of Qwen3-Next does not mention its multi-token prediction. The names of the tensors show it
+`config.json` does not mention the multi-token prediction of these models. The names of the tensors show it
 (`ModelFacts.unstated_mtp`).
 """
 
@@ -53,9 +53,9 @@ def _read(config: HfConfig) -> ModelFacts:
     sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
     facts = facts_of(config) | {"shared", "shared_gate"}
     layers = mixed_layers(is_linear(config), is_sparse(config))
-    # The layer of multi-token prediction has full attention, but megatron gives it the spec of the decoder's last layer
-    # (get_gpt_mtp_block_spec, 0.16.1). If the decoder's last layer has linear attention, the layer of multi-token
-    # prediction has no counterpart, and its tensors count as unknown.
+    # The layer of multi-token prediction has full attention, but megatron builds this layer with the spec of the
+    # decoder's last layer (get_gpt_mtp_block_spec, 0.16.1). If the decoder's last layer has linear attention, megatron
+    # has no counterpart for the layer of multi-token prediction, and its tensors count as unknown.
     mtp = () if "linear" in layers[-1] else (layers[-1],)
     return ModelFacts(sizes, frozenset(facts), layers, unstated_mtp=mtp)
 
@@ -63,7 +63,7 @@ def _read(config: HfConfig) -> ModelFacts:
 def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
     """Returns the order of the rows of GatedDeltaNet's input projection.
 
-    HuggingFace groups the rows by key head. One tensor has the query, key, values and gates of each head, and another
+    HuggingFace groups the rows by key head: one tensor has the query, key, values and gates of each head, and a second
     tensor has the betas and alphas of each head. mcore has the queries of all heads first, then the keys of all heads,
     and so on (`GatedDeltaNet.forward`, 0.16.1).
     """
@@ -78,8 +78,8 @@ def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 class ZeroCentred:
     """Shifts the weight of a norm by 1, because mcore multiplies by 1 + weight and HuggingFace by weight.
 
-    The shift is exact in both directions if HuggingFace's weight is in [0.5, 2], as the weights of norms are. Other
-    weights are rounded once to the dtype.
+    The shift is exact in both directions if HuggingFace's weight is in [0.5, 2], where trained weights of norms are. A
+    weight outside of this range is rounded once to the dtype.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ _IN_PROJ = Row(
     when="linear",
     sections=IN_PROJ_SECTIONS,
 )
-# The rows of linear attention, without its input projection.
+# The rows of linear attention except its input projection.
 LINEAR_ATTENTION = (
     Row(
         "self_attention.conv1d.weight",
@@ -108,8 +108,7 @@ LINEAR_ATTENTION = (
     ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
-    # mcore centres the weights of all norms around zero. HuggingFace centres them around zero for all norms except this
-    # one.
+    # mcore multiplies by 1 + weight in all norms. HuggingFace does so in all norms except this one.
     Row(
         "self_attention.out_norm.weight", {"linear_attn.norm.weight": "value_dim"}, when="linear", change=ZeroCentred()
     ),
@@ -129,8 +128,8 @@ MTP = (
 _TABLE = Table(
     MODEL,
     (*NORMS, _IN_PROJ, *LINEAR_ATTENTION, *GATED_ATTENTION, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
-    # Published models have one layer of multi-token prediction, which config.json does not mention and transformers
-    # does not read (Qwen3NextPreTrainedModel).
+    # Published models have one layer of multi-token prediction. config.json does not mention this layer, and
+    # transformers does not read it (Qwen3NextPreTrainedModel).
     MTP,
     stacked=STACKED_EXPERTS,
     hf_mtp_layer="mtp.",

@@ -1,23 +1,23 @@
 """Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts: a Qwen decoder and a vision tower.
 
-The language model is in `language_model`. Its fields are in `text_config`, or in `config.json` itself (Qwen2.5-VL as
-published). The tower is either transformers' own (`visual`), whose tensors are the same on both sides, or consists of
-megatron's modules (`vision_model`). Megatron-Bridge has the first kind in Qwen2.5-VL; mbridge's Qwen2.5-VL and both
-programs' Qwen3-VL have the second.
+In megatron, the module `language_model` is the language model. Its fields are in `text_config`, or in `config.json`
+itself (Qwen2.5-VL as published). The tower is either transformers' own (`visual`), whose tensors are the same on both
+sides, or consists of megatron's modules (`vision_model`). Megatron-Bridge uses transformers' tower in Qwen2.5-VL.
+mbridge's Qwen2.5-VL and both programs' Qwen3-VL use megatron's modules.
 
 The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
 `Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
-see the section for the language model as if it were the whole file (`Architecture.section`); `vision_config` stays as
-it is.
+get the section for the language model as if this section were the whole file (`Architecture.section`); `vision_config`
+stays as it is.
 
 A live model has a tower of one of two kinds. So the table has the tower's rows twice: with megatron's names and cuts,
 and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show which
-rows count (`with_tower_of`). A converted checkpoint gets the tower that Megatron-Bridge has. Transformers' modules have
-no `sharded_state_dict`. megatron assumes that each of their tensors is whole on every rank
-(`sharded_state_dict_default`), which is true.
+of these rows apply (`with_tower_of`). A conversion from HuggingFace writes the tower that Megatron-Bridge uses.
+Transformers' modules have no `sharded_state_dict`. So megatron assumes that each tensor of these modules is whole on
+every rank (`sharded_state_dict_default`), and this is true.
 
-Qwen3-VL uses rotary frequencies for time, height and width in turn, and adds the tower's inner features within the
-decoder. GPTModel can do neither, so tests compare only the tower's outputs for images.
+In Qwen3-VL, rotary frequencies belong to time, height and width in turn, and decoder layers add features from inner
+layers of the tower. GPTModel can do neither, so tests with images compare only the tower's outputs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ _SECTION = "text_config"
 
 
 def _tower_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Interleaves queries, keys and values by head. HuggingFace's tensor has all queries first, then all keys."""
+    """Interleaves queries, keys and values by head.
+
+    HuggingFace's tensor has all queries first, then all keys, then all values.
+    """
     dim = sizes["v_hidden"] // sizes["v_heads"]
     starts = range(0, sizes["v_hidden"], dim)
     return [RowRange(0, part * sizes["v_hidden"] + start, dim) for start in starts for part in range(3)]
@@ -135,7 +138,7 @@ _TOWER_3 = (
 
 
 def _tower(rows: Iterable[Row], hf: str) -> tuple[Row, ...]:
-    """Returns the rows of a tower for both kinds. `hf` is the beginning of the names in HuggingFace."""
+    """Returns the rows of a tower for both kinds of towers. `hf` is the beginning of the names in HuggingFace."""
     found: list[Row] = []
     for row in rows:
         found += below(VISION_MODEL, hf, [row], when="!hf_tower")
@@ -174,7 +177,7 @@ def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
 def _sizes_3(vision: Mapping[str, Any]) -> dict[str, int]:
     indexes = vision.get("deepstack_visual_indexes")
     if not isinstance(indexes, (list, tuple)):
-        raise UnsupportedError(f"config.json: deepstack_visual_indexes is {indexes!r}, not a list of layers")
+        raise UnsupportedError(f"config.json: deepstack_visual_indexes is {indexes!r}, but must be a list of layers")
     return {**_sizes_3_5(vision), "v_deepstack": len(indexes)}
 
 
@@ -186,7 +189,7 @@ def _sizes_3_5(vision: Mapping[str, Any]) -> dict[str, int]:
 def _reader(
     language: Callable[[HfConfig], ModelFacts], tower: Callable[[Mapping[str, Any]], dict[str, int]], *facts: str
 ) -> Callable[[HfConfig], ModelFacts]:
-    """Returns the `read` of an architecture, given the readers of its decoder and of its tower's sizes."""
+    """Returns `Architecture.read`, made from functions that read the decoder's facts and the tower's sizes."""
 
     def read(config: HfConfig) -> ModelFacts:
         known = language(language_config(config, _SECTION))
@@ -196,14 +199,15 @@ def _reader(
 
 
 _STACKED: dict[str, Any] = {"when": "moe", "change": Transposed()}
-# Experts as published, and as transformers writes them in a model that it has read. In a model that transformers 5 has
-# made from a config, experts have the same names, but are stacked as in other models.
+# The rows of experts as published, and as transformers writes them if it has read the model from a folder. If
+# transformers 5 has made the model from a config, the experts' tensors have the same names, but are stacked as in other
+# models.
 _EXPERTS = (
     *ROUTER,
     Row(EXPERT + "linear_fc1.weight", {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"}, **_STACKED),
     Row(EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, **_STACKED),
 )
-# transformers 4 and 5 read and write Qwen2.5-VL under the names of its first release.
+# transformers 4 and 5 read and write Qwen2.5-VL under the names of the model's first release.
 _SPELLINGS_2_5 = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _DENSE = Table((), (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP))
 _MOE = Table((), (*_DENSE.layer, *_EXPERTS), stacked=STACKED_EXPERTS)
@@ -221,7 +225,7 @@ def _rules_3_5(language: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(rope if isinstance(rule, Rope) else rule for rule in language)
 
 
-# The tower of Qwen3.5 is Qwen3-VL's without mergers of inner features.
+# The tower of Qwen3.5 is that of Qwen3-VL without mergers for features from inner layers.
 ARCHITECTURES = (
     Architecture(
         "qwen2_5_vl",
@@ -248,7 +252,7 @@ ARCHITECTURES = (
             *_RULES_3,
             *EXPERT_COUNT,
             Same("moe_ffn_hidden_size", "moe_intermediate_size"),
-            # The weights of the chosen experts always add up to 1, whatever norm_topk_prob says
+            # The weights of the chosen experts always add up to 1, because norm_topk_prob is ignored
             # (Qwen3VLMoeTextSparseMoeBlock, 4.57 and 5).
             Constant("moe_router_pre_softmax", False),
             SparseStep(),

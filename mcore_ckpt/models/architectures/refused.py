@@ -12,8 +12,8 @@ from mcore_ckpt.models.table import Table
 _NORMS = (
     "its TransformerLayer has no norms after attention and MLP (post_attention_layernorm, post_feedforward_layernorm)"
 )
-_ROPES = "its GPTModel has no rope base of its own for sliding-window layers (rope_local_base_freq)"
-_VARIANTS = "its experimental_attention_variant is only gated_delta_net or dsa"
+_ROPES = "its GPTModel has no separate rope base for sliding-window layers (rope_local_base_freq)"
+_VARIANTS = "its experimental_attention_variant can only be gated_delta_net or dsa"
 
 _REASONS = {
     "gemma2": _NORMS,

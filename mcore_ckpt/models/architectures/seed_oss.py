@@ -23,8 +23,8 @@ ARCHITECTURES = (
         (
             *DENSE,
             ROPE,
-            # In SeedOssAttention, a separate field controls the bias of o_proj, which megatron's add_qkv_bias leaves
-            # out.
+            # In SeedOssAttention, a separate field controls the bias of o_proj. megatron's add_qkv_bias adds no such
+            # bias.
             Same("add_qkv_bias", "attention_bias", default=True),
             Refused("attention_out_bias", False),
             Refused("mlp_bias", False),
