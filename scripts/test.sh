@@ -90,7 +90,7 @@ newest=megatron-0.19
 wanted=("$newest" triton emerging)
 # Frameworks are tested beside the environment: they want other versions of what it has.
 frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge swift)
-[ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote monitoring "${frameworks[@]}")
+[ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote monitoring transferqueue "${frameworks[@]}")
 [ "$tier" != full ] || wanted+=(wandb docs)
 for name in "${wanted[@]}"; do
     beside "packages-$name" bash scripts/side_packages.sh "$name"

@@ -4,7 +4,7 @@ Public names, for integrations and commands:
 
 - names on disk: `MANIFEST_FILE`, `TRACKER_FILE`, `PINNED_FILE`, `HUGGINGFACE_DIR`, `step_dir`, `step_dirs`,
   `step_root`, `megatron_dir`, `is_role`, `parse_step`, `parse_tracker`;
-- the contents of a role's checkpoint: `Manifest`, `read_manifest`;
+- the contents of a role's checkpoint: `Manifest`, its head `ManifestSummary`, `read_manifest`;
 - whether a role's checkpoint is intact: `Damage`, `find_damage`;
 - reading another program's pickle as plain values, without executing code from it: `Unpickler`, `PickleError`.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         step_dirs,
         step_root,
     )
-    from mcore_ckpt.checkpoint.manifest import Manifest
+    from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
     from mcore_ckpt.checkpoint.reading import read_manifest
     from mcore_ckpt.checkpoint.unpickling import PickleError, Unpickler
 
@@ -41,6 +41,7 @@ __all__ = [
     "TRACKER_FILE",
     "Damage",
     "Manifest",
+    "ManifestSummary",
     "PickleError",
     "Unpickler",
     "find_damage",
@@ -71,7 +72,7 @@ __getattr__ = lazy_names(
             "step_dirs",
             "step_root",
         ),
-        "manifest": ("Manifest",),
+        "manifest": ("Manifest", "ManifestSummary"),
         "reading": ("read_manifest",),
         "unpickling": ("PickleError", "Unpickler"),
     },

@@ -7,7 +7,8 @@ Public names, for integrations:
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
 - `make_folder` makes a folder and its parents, `top_mode` says with which mode, `sync_dir` makes the names in a folder
   durable;
-- `DiskWatch` gives up work if one of its calls to the file system does not return.
+- `DiskWatch` gives up work if one of its calls to the file system does not return;
+- `Worker` does work on a thread that exists only while there is work.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from mcore_ckpt.io.file_copies import copy_durably
     from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
     from mcore_ckpt.io.json_fields import parse_json
+    from mcore_ckpt.io.worker import Worker
 
 __all__ = [
     "DiskWatch",
+    "Worker",
     "copy_durably",
     "make_folder",
     "parse_json",
@@ -43,6 +46,7 @@ _find = lazy_names(
         "file_copies": ("copy_durably",),
         "files": ("make_folder", "read_small", "replace_file", "sync_dir"),
         "json_fields": ("parse_json",),
+        "worker": ("Worker",),
     },
 )
 

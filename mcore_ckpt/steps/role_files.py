@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint.reading import read_checked, read_manifest
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.file_copies import hash_durably
+from mcore_ckpt.io.file_copies import copy_checked, copy_hashed, hash_durably, link_file, pieces_of
 from mcore_ckpt.io.files import make_folders, sync_dir, sync_names, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -52,6 +52,19 @@ class RoleWriter:
         Raises OSError, and ValueError if they are something other than plain values, or too large for a small file.
         """
         self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
+
+    def add(self, path: str, source: Path, shares: bool = False) -> None:
+        """Takes a file of the trainer, of any size, into the role. Any thread may call it. Raises OSError.
+
+        With `shares`, the file gets a second name where the file system can do that, so nobody may write to it any
+        more. Otherwise it is copied.
+        """
+        make_folders(self._folder, path)
+        target = self._folder / path
+        if shares:
+            link_file(source, target)
+        found = hash_durably(target) if shares else copy_hashed(source, target)
+        self.files.append(WrittenFile(path, self._kind, found.size, found.crc32))
 
 
 class RoleReader:
@@ -88,6 +101,32 @@ class RoleReader:
         """
         return read_plain(self.role_dir, self._record(path))
 
+    def is_same(self, path: str, file: Path) -> bool:
+        """True if a file, which may be missing, has the bytes of a file of the role. Raises OSError."""
+        record, own = self._record(path), self.role_dir / path
+        try:
+            if file.samefile(own):
+                return True
+            if not file.is_file() or file.stat().st_size != record.size:
+                return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        crc = 0
+        for piece in pieces_of(file):
+            crc = crc32(piece, crc)
+        return crc == record.crc32
+
+    def put(self, path: str, target: Path, shares: bool = False) -> None:
+        """Gives a file of the role, which has been checked, to the trainer as a new file. It is the reverse of `add`.
+
+        Raises OSError, and CheckpointCorruptError if the file is damaged. That is found only where it is copied.
+        """
+        record = self._record(path)
+        if shares:
+            link_file(self.role_dir / record.path, target)
+        else:
+            copy_checked(self.role_dir / record.path, target, record.size, record.crc32)
+
     def _record(self, path: str) -> FileRecord:
         if path not in self._records:
             raise CheckpointCorruptError(f"{self.role_dir / file_names.MANIFEST_FILE}: does not list {path}")
@@ -105,6 +144,7 @@ def commit_role(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
     may_commit: Callable[[], object] = lambda: None,
+    stamp: Callable[[Manifest], Manifest] = lambda manifest: manifest,
 ) -> None:
     """Commits a role that consists of plain files. Every rank must call it. Either all files are committed or none.
 
@@ -120,6 +160,9 @@ def commit_role(
         before: runs on rank 0 before anything is written.
         after: runs on rank 0 once the role is in place. It must not raise.
         may_commit: runs on rank 0 right before the role is put in place. If it raises, nothing is committed.
+        stamp: runs on rank 0, and returns the manifest with the run and the commit of the step's other roles. Then a
+            step that is saved again after a rollback is not complete before this role is saved again, too. Without it,
+            the caller must `uncommit_role` before such a save.
 
     Raises:
         CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
@@ -145,7 +188,8 @@ def commit_role(
         files = [(rank, WrittenFile(**file)) for rank, record in enumerate(records) for file in record["files"]]
         commit.check_files(attempt.staging, files)
         declared = roles() if callable(roles) else roles
-        return files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
+        made = files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
+        return stamp(made)
 
     commit_together(agreement, topic, attempt, write_files, describe, after, may_commit)
 

@@ -9,11 +9,17 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.integrations.verl.config import McoreCkptConfig
+    from mcore_ckpt.integrations.verl.driver_role import DriverRole
     from mcore_ckpt.integrations.verl.engines import LanguageModelEngine, ValueModelEngine
 
-__all__ = ["LanguageModelEngine", "McoreCkptConfig", "MegatronCheckpointManager", "ValueModelEngine"]
+__all__ = ["DriverRole", "LanguageModelEngine", "McoreCkptConfig", "MegatronCheckpointManager", "ValueModelEngine"]
 
 # Unlike the manager, these classes derive from classes of verl, so verl must be installed.
 __getattr__ = lazy_names(
-    __name__, {"config": ("McoreCkptConfig",), "engines": ("LanguageModelEngine", "ValueModelEngine")}
+    __name__,
+    {
+        "config": ("McoreCkptConfig",),
+        "driver_role": ("DriverRole",),
+        "engines": ("LanguageModelEngine", "ValueModelEngine"),
+    },
 )

@@ -16,8 +16,9 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, U
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.integrations.kit.options import kept_count, refuse_skip
 from mcore_ckpt.integrations.verl import resume
-from mcore_ckpt.integrations.verl.options import read_options
-from mcore_ckpt.integrations.verl.place import Place, remote_root
+from mcore_ckpt.integrations.verl.driver_files import put_back
+from mcore_ckpt.integrations.verl.options import read_options, settings_of
+from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.stock_parts import (
     HEADS,
     adapter_folder,
@@ -102,7 +103,7 @@ class MegatronCheckpointManager:
             "processing_class": tokenizer if processing_class is None else processing_class,
         }
         self._kept = KeptManager()
-        self._config = self._with(None, None)  # wrong options must raise here, not at the first save
+        self._config = settings_of(self._options, None)  # wrong options must raise here, not at the first save
         refuse_skip(self._config, "the checkpoint options", "verl writes its tracker after each save")
         self._delete_later: Place | None = None
         _managers.add(self)
@@ -131,7 +132,7 @@ class MegatronCheckpointManager:
             CheckpointError: this save failed, or an earlier async save did. All ranks raise the same error.
         """
         place = Place.of(local_path, self.role)
-        manager = self._manager_of(place, self._with(hdfs_path, kept_count(max_ckpt_to_keep)))
+        manager = self._manager_of(place, settings_of(self._options, kept_count(max_ckpt_to_keep), hdfs_path))
         manager.save(int(global_step), path=place.folder, roles=self._roles(place))
         if self._delete_later is not None and dist.get_rank() == 0:
             try:
@@ -161,7 +162,7 @@ class MegatronCheckpointManager:
                 weights of a checkpoint of verl's own manager may have been loaded.
         """
         place = Place.of(local_path, self.role)
-        config = self._with(hdfs_path, None)
+        config = settings_of(self._options, None, hdfs_path)
         if self._is_in(place.root) and not hdfs_path:
             # Keep the `max_to_keep` that earlier saves have given this manager.
             config = replace(self._config, load_contents=config.load_contents)
@@ -237,11 +238,22 @@ class MegatronCheckpointManager:
         weights = None if self._config.skip_frozen else huggingface_weights(place.folder)
         return {
             "there": place.step in on_nodes or resume.is_checkpoint(place.folder),
-            "lacks": resume.why_not_whole(place, on_nodes),
+            "lacks": self._damage_of_driver(place) or resume.why_not_whole(place, on_nodes),
             "weights": str(weights or ""),
             "adapters": str(adapter_folder(place.folder) or ""),
             "value_head": str((weights and value_head_file(weights)) or ""),
         }
+
+    def _damage_of_driver(self, place: Place) -> str | None:
+        """Puts the driver's files of a step in their place. Returns what is damaged, or None."""
+        # One role is enough. verl loads the actor before the driver loads its files.
+        if place.step_path is None or place.is_flat or self.role != "actor":
+            return None
+        try:
+            put_back(place.step_path)
+        except CheckpointCorruptError as error:
+            return str(error)
+        return None
 
     def wait(self) -> None:
         """Waits until no save and no upload is under way. Every rank calls it.
@@ -267,16 +279,6 @@ class MegatronCheckpointManager:
     def _is_in(self, root: Path) -> bool:
         """True if there is a manager, and it is for this root."""
         return self._kept.manager is not None and self._kept.manager.root == root
-
-    def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
-        options = {**self._options, "max_to_keep": max_to_keep}
-        if hdfs_path:
-            # verl applies max_ckpt_to_keep only to local folders, and never deletes remote copies.
-            options.update(remote=remote_root(hdfs_path), prune_remote=False)
-        if max_to_keep is None:
-            for rule in ("keep_every", "keep_best", "keep_for"):
-                options.pop(rule, None)  # refused without max_to_keep, and not needed then, because all steps stay
-        return CheckpointConfig(**options)
 
     def _roles(self, place: Place) -> tuple[str, ...]:
         """Returns the roles that the step consists of. The step is complete once all of them are committed."""

@@ -13,6 +13,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig, FastTier, named_listeners
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import plain, unknown_text
+from mcore_ckpt.integrations.verl.place import remote_root
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
 # verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
@@ -44,6 +45,21 @@ def read_options(options: Any) -> dict[str, Any]:
     if "fast" in found:
         found["fast"] = FastTier.from_dict(found["fast"], f"fast of {_WHERE}")
     return found
+
+
+def settings_of(options: Mapping[str, Any], max_to_keep: int | None, hdfs_path: str | None = None) -> CheckpointConfig:
+    """Returns the configuration for options that `read_options` returned, and for what verl passes to each save.
+
+    Raises InvalidArgumentError: options contradict each other or have impossible values.
+    """
+    found = {**options, "max_to_keep": max_to_keep}
+    if hdfs_path:
+        # verl applies max_ckpt_to_keep only to local folders, and never deletes remote copies.
+        found.update(remote=remote_root(hdfs_path), prune_remote=False)
+    if max_to_keep is None:
+        for rule in ("keep_every", "keep_best", "keep_for"):
+            found.pop(rule, None)  # refused without max_to_keep, and not needed then, because all steps stay
+    return CheckpointConfig(**found)
 
 
 def _refuse_misspelled(options: Mapping[str, Any]) -> None:

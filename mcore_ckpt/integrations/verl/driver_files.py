@@ -1,0 +1,128 @@
+"""Commits what verl's driver writes into a step as a role of the step, and brings it back.
+
+    <root>/global_step_{N}/
+    ├── actor/  critic/     committed by the workers
+    ├── data.pt             written by the driver once the workers have returned, read by it at a start
+    ├── transfer_queue/     the same, in asynchronous modes (verl 0.9)
+    └── driver/             the same files, with a manifest of their sizes and CRCs: committed after the workers
+
+`driver/transfer_queue/` has hard links, so that these files take disk space only once. verl overwrites `data.pt` in
+place when it saves a step again, so the role has a copy of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats import companions_of
+from mcore_ckpt.integrations.verl.place import Place
+from mcore_ckpt.integrations.verl.resume import step_to_go_back_to
+from mcore_ckpt.io import sync_dir
+from mcore_ckpt.steps import (
+    RoleReader,
+    RoleWriter,
+    holds_something,
+    list_steps,
+    read_tracker,
+    remove_tracker,
+    step_status,
+    write_tracker,
+)
+
+logger = logging.getLogger(__name__)
+
+DRIVER = "driver"
+"""The name of the role."""
+
+# TransferQueue writes one file for each value that it has put on an SSD, and each file is synced.
+_THREADS = 8
+
+
+def add_files(step_path: Path, files: RoleWriter) -> None:
+    """Adds all that the driver has written into a step. Raises OSError."""
+    found = _files_in(companions_of(step_path))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(lambda path: files.add(path, found[path], _shares(path)), sorted(found)))
+
+
+def _files_in(entries: dict[str, Path]) -> dict[str, Path]:
+    """Returns the files of a step's entries, by their paths relative to the step."""
+    below = {
+        f"{name}/{file.relative_to(entry).as_posix()}": file
+        for name, entry in entries.items()
+        for file in entry.rglob("*")
+        if file.is_file()
+    }
+    return {name: entry for name, entry in entries.items() if entry.is_file()} | below
+
+
+def _shares(path: str) -> bool:
+    # TransferQueue writes a new folder and renames it. `torch.save` overwrites the file that is there.
+    return "/" in path
+
+
+def put_back(step_path: Path) -> None:
+    """Makes the files in a step's folder, which verl's driver is about to read, those that are committed with the step.
+
+    They differ after a power loss, or if the driver died while it saved the step again. Nothing happens in a step
+    without this role.
+
+    Raises CheckpointCorruptError: a committed file is damaged. OSError: a file cannot be put back.
+    """
+    status = step_status(step_path)
+    if DRIVER not in status.committed - status.given_up:
+        return
+    damages = find_damage(status.role_dir(DRIVER))
+    if damages:
+        raise CheckpointCorruptError(damages[0].problem)
+    committed = RoleReader(status.role_dir(DRIVER))
+    paths = [file.path for file in committed.manifest.files]
+    for name in sorted({path.partition("/")[0] for path in paths}):
+        own = [path for path in paths if path.partition("/")[0] == name]
+        if not all(committed.is_same(path, step_path / path) for path in own):
+            logger.warning("%s: is put back, because it is not what was committed", step_path / name)
+            _replace(step_path, name, own, committed)
+
+
+def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader) -> None:
+    new, old = step_path / f".{name}.committed", step_path / name
+    shutil.rmtree(new, ignore_errors=True)
+    for path in paths:
+        target = new / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        committed.put(path, target, _shares(path))
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+    os.rename(new / name, old)
+    new.rmdir()
+    sync_dir(step_path)
+
+
+def correct_tracker(root: Path) -> None:
+    """Makes the tracker name a complete step if the driver died while it saved. Raises OSError.
+
+    Without `async_save` verl writes the tracker in place, before it calls the driver's callback. So the tracker may be
+    empty, or name a step that the driver has not committed. verl could not resume from either.
+    """
+    tracker_path, tracked = root / TRACKER_FILE, read_tracker(root)
+    if not tracker_path.exists() or (tracked is not None and not _lacks_driver(root, tracked)):
+        return
+    step = step_to_go_back_to(Place.of(root / f"global_step_{tracked or 0}" / "actor", "actor"))
+    if step is not None:
+        logger.warning("%s: names step %d from now on, because the driver died while it saved", tracker_path, step)
+        write_tracker(root, step)
+    elif all(DRIVER in status.missing for status in list_steps(root) if holds_something(status)):
+        logger.warning("%s: is removed, because no save was ever completed", tracker_path)
+        remove_tracker(root)
+
+
+def _lacks_driver(root: Path, step: int) -> bool:
+    return any(DRIVER in status.missing for status in list_steps(root, step))
