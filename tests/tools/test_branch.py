@@ -27,8 +27,9 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.io import file_copies
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.keep_best import keep_best_rules
+from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.recover import recover
-from mcore_ckpt.steps import commit, pins, read_tracker
+from mcore_ckpt.steps import RoleReader, RoleWriter, commit, commit_role, pins, read_tracker
 from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge
@@ -207,6 +208,23 @@ def test_metrics_that_were_set_later_come_along(tmp_path: Path, new: Path) -> No
     assert [each.status.step for each in judge(list_steps(new), policy) if each.stays] == [1, 3]
     set_metrics(new, 1, {"reward": 0.3})
     assert list_steps(tmp_path / "root")[0].metrics["reward"] == 0.9
+
+
+def test_a_role_of_plain_files_comes_along(root: Path, new: Path) -> None:
+    """It may list files of any name: they are not taken for files of another program."""
+    role_dir = file_names.step_dir(root, 3) / "driver"
+
+    def write(files: RoleWriter) -> None:
+        files.write("data.pt", b"position")
+        files.write("queue/unit.pkl", b"prompts")
+
+    commit_role(single_process_agreement("driver", 10), role_dir, 3, ["actor"], write)
+    (role_dir / "notes.txt").write_text("of another program")
+    branch(root, 3, new)
+    copied = RoleReader(file_names.step_dir(new, 3) / "driver")
+    assert (copied.read("data.pt", 100), copied.read("queue/unit.pkl", 100)) == (b"position", b"prompts")
+    assert (copied.role_dir / "notes.txt").read_text() == "of another program"
+    assert verify(new).is_sound
 
 
 @pytest.mark.parametrize("is_flat", [True, False])

@@ -202,7 +202,7 @@ def _write(
     sources = {role: status.role_dir(role) for role in found}
     is_flat = status.flat is not None
     beside = {} if is_flat else companions_of(status.path)
-    inside_roles = {role: companions_of(source) for role, source in sources.items()}
+    inside_roles = {role: _not_listed(sources[role], manifest) for role, manifest in found.items()}
     copied = [path for folder in (beside, *inside_roles.values()) for path in folder.values()]
     mode, path = mode_as(*sources.values()), new_root / status.path.name
     reports, heads = [], []
@@ -233,6 +233,12 @@ def _write(
         # If this process dies here, the first save of a trainer writes the file, because the manifests name the run.
         settle(new_root, new_root, heads, None, None)
     return reports, [str(path.relative_to(status.place)) for path in copied]
+
+
+def _not_listed(role_dir: Path, manifest: Manifest) -> dict[str, Path]:
+    """Returns the files and folders of other programs in a role's folder. A role of plain files lists any name."""
+    listed = {file.path.partition("/")[0] for file in manifest.files}
+    return {name: path for name, path in companions_of(role_dir).items() if name not in listed}
 
 
 def _sizes(path: Path) -> list[int]:
