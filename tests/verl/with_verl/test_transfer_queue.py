@@ -36,7 +36,7 @@ def check_goes_on(run: AsyncRun, *steps: int) -> None:
     assert run.counts == [1] * PROMPTS, (run.resumed_from, run.counts)
 
 
-@pytest.mark.shows("verl", "save", "resume")
+@pytest.mark.shows("verl", "save", "resume", "parts")
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize(
     ("watched", "sample"),
@@ -63,7 +63,7 @@ def test_prompts_in_flight_survive_a_kill(tmp_path: Path, async_save: bool, watc
         assert complete(resumed.root) == dict.fromkeys(range(1, STEPS + 1), ROLES)
 
 
-@pytest.mark.shows("verl", "resume")
+@pytest.mark.shows("verl", "resume", "parts")
 @pytest.mark.parametrize(
     ("async_save", "sample"),
     [
@@ -96,7 +96,7 @@ def test_a_step_that_is_saved_again_after_a_rollback(tmp_path: Path, async_save:
         assert {1, 2, *range(3, STEPS + 1)} - half <= complete(resumed.root).keys()
 
 
-@pytest.mark.shows("verl", "moving over")
+@pytest.mark.shows("verl", "moving over", "parts")
 def test_steps_without_the_role_go_on_with_it_and_back(tmp_path: Path) -> None:
     before = AsyncRun(tmp_path / "before", tmp_path / "root", stops_at=3, callback=None)
     assert before.start() == 0, before.log

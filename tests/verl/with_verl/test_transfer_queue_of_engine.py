@@ -22,7 +22,7 @@ def killed_before_the_queue(tmp_path: Path, model: Path, run: AsyncEngineRun) ->
     return replace(killed, folder=tmp_path / "resumed", killed_at=None)
 
 
-@pytest.mark.shows("verl", "resume")
+@pytest.mark.shows("verl", "resume", "parts")
 def test_prompts_in_flight_survive_a_kill(model: Path, tmp_path: Path) -> None:
     run = AsyncEngineRun(tmp_path / "run", tmp_path / "root", overrides=(OURS[0],))
     resumed = killed_before_the_queue(tmp_path, model, run)
@@ -48,7 +48,7 @@ def test_verls_own_manager_loses_them(model: Path, tmp_path: Path) -> None:
     assert by_path.counts[: lost.start] + by_path.counts[lost.stop :] == [1] * (PROMPTS - 2 * BATCH)
 
 
-@pytest.mark.shows("verl", "moving over", "going back")
+@pytest.mark.shows("verl", "moving over", "going back", "parts")
 def test_a_run_moves_over_and_back(model: Path, tmp_path: Path) -> None:
     stock = AsyncEngineRun(tmp_path / "stock", tmp_path / "root", model=model, callback=None, stops_at=2)
     assert stock.start() == 0, stock.log
