@@ -26,7 +26,8 @@ class Damage:
         rank: the world rank that wrote the file; None if it is unknown.
         tensor: the key of the damaged tensor; None if the damage is not known to be in a tensor.
         span: the damaged bytes `[start, stop)` of the file; None if they are unknown.
-        unreadable: True if this process may not read the file, so that nobody knows whether it is damaged.
+        unreadable: True if this process is not allowed to read the file, so that it cannot find out whether the file is
+            damaged.
     """
 
     problem: str

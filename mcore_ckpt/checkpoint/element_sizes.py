@@ -1,4 +1,7 @@
-"""Lists the format's dtypes by name, without torch: commands that read no tensor must not wait for its import."""
+"""Lists the format's dtypes by name, without torch.
+
+Commands that read no tensor must not wait for the import of torch.
+"""
 
 from __future__ import annotations
 

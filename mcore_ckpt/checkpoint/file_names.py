@@ -36,7 +36,8 @@ MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
-# This folder has a folder for each part of a step, with a folder for each rank that saved something for the part.
+# This folder has a folder for each part of a step. That folder has a folder for each rank that saved files for the
+# part.
 PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
@@ -65,9 +66,9 @@ _PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
-# The metrics of a role's checkpoint that were set after its save, in the step's folder.
+# Matches the file, in a step's folder, of metrics that were set after the save of a role's checkpoint.
 _METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
-# An optimizer's folder that retention has taken out of a checkpoint, until its files are removed.
+# Matches an optimizer's folder that retention has taken out of a checkpoint, and whose files it is removing.
 _DROPPED_DIR = re.compile(r"\.optim\.dropped-[0-9a-f]+")
 _TRIAL_DIR = re.compile(r"\.doctor-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
@@ -107,7 +108,7 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
 
 
 def step_dirs_among(root: Path, entries: Iterable[os.DirEntry[str]]) -> dict[int, list[Path]]:
-    """Returns what `step_dirs` does, from the entries of `root`."""
+    """Returns the same as `step_dirs`, from a listing of `root`."""
     found: dict[int, list[Path]] = {}
     for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
         match = _STEP_DIR.fullmatch(entry.name)
@@ -217,7 +218,7 @@ def metrics_file(place: Path, role: str, attempt: str) -> Path:
     Args:
         place: the step's own folder.
         role: the role.
-        attempt: the id of the save. Metrics of an earlier save of the step do not count.
+        attempt: the id of the save. Files of metrics with the id of an earlier save are ignored.
     """
     return place / f".{role}.metrics-{attempt}.json"
 
@@ -255,7 +256,7 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
 
 
 def run_home(node_folder: Path, root: Path) -> Path:
-    """Returns the folder, within a node's folder, for the identity of a root's run. Several roots may use a node."""
+    """Returns the folder for the identity of a root's run, within a node's folder, which several roots may use."""
     return node_folder / f".run-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}"
 
 
@@ -311,7 +312,7 @@ def role_of_trainer_file(name: str) -> str | None:
 
 
 def parse_tracker(text: str) -> int | None:
-    """Returns the step that a tracker names; None if it was cut or names no step, such as Megatron's `release`."""
+    """Returns the step that a tracker names; None if the text was cut, or names no step (Megatron writes `release`)."""
     text = text.strip()
     return int(text) if _TRACKER.fullmatch(text) else None
 

@@ -1,6 +1,6 @@
 """Splits float32 values into an upper and a lower half, and joins them, as `store_param_remainders` does.
 
-The upper half is a bfloat16 that is rounded half up, the lower half a signed int16: the bits of a value are
+The upper half is a bfloat16, rounded half up. The lower half is a signed int16. The bits of a value are
 `(upper << 16) + lower` (transformer-engine, FusedAdam's kernel for remainders).
 """
 

@@ -33,7 +33,7 @@ _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 
 _MAX_CRC = 2**32 - 1
-# A tuple of fewer CRCs takes less memory than Crcs.
+# Below this many CRCs, a tuple takes less memory than a `Crcs`.
 _FEW = 8
 # A scale is one number, for all elements of a shard.
 SCALE_REGION = Region.whole((1,))
@@ -48,7 +48,7 @@ Regions = dict[bytes, Region]
 class Crcs(Sequence[int]):
     """The CRC-32 of each block of a shard. A `Crcs` is equal to a tuple of the same numbers.
 
-    Each number takes 4 bytes instead of 40.
+    Each number takes 4 bytes; in a tuple it would take 40.
     """
 
     __slots__ = ("_numbers",)

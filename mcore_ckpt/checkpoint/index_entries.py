@@ -15,8 +15,8 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.sharding.plan import StoredShard
 
-# The texts of entries as `encode_index` writes them. They are sought only in an index without escapes, where every
-# quote begins or ends a string. An entry that they match wrongly is refused when it is decoded.
+# Patterns of the entries that `encode_index` writes. They are used only for an index without escapes, where every quote
+# begins or ends a string. If a pattern matches wrongly, the decoder refuses the entry.
 _INTS, _PIECES, _TEXT, _INT = r"\[[0-9,]*\]", r"\[[0-9,\[\]]*\]", '"[^"]*"', "([0-9]{1,19})"
 _KIND, _NAME = (f'"{member}":"([^"]*)",' for member in ("kind", "name"))
 _REGION = f'(?:"flat":{_INTS},)?"global_shape":{_INTS},{_KIND}"local_shape":{_INTS},{_NAME}'
@@ -29,7 +29,7 @@ _SHARD = re.compile(
 _NOTHING = FileIndex((), ())
 # How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10.
 _MOST_KINDS = 64
-# The text of an index before the aliases, between aliases and shards, and between shards and version.
+# The text of an index before the aliases, between the aliases and the shards, and between the shards and the version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
 _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 

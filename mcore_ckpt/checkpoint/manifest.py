@@ -94,7 +94,10 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A rank's description of a file that it has written. `holds` is the digest of the list of global tensors in it."""
+    """A rank's description of a file that it has written.
+
+    `holds` is the digest of the list of global tensors in the file.
+    """
 
     path: str
     kind: str
@@ -207,7 +210,7 @@ class ManifestSummary:
 
     @property
     def number(self) -> int:
-        """The number of the checkpoint's commit. For checkpoints of older versions, which have none, it is the step."""
+        """The number of the checkpoint's commit; the step for checkpoints of older versions, which have no commit."""
         return self.step if self.commit is None else self.commit.number
 
 
@@ -221,8 +224,8 @@ def encode_readable(manifest: Manifest) -> bytes:
 
     Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
 
-    The text is taken apart and decoded as by `decode_manifest`. The decoded ranks, files and tensors must be equal to
-    the encoded ones. So the manifest itself can be checked, and no second manifest of thousands of ranks is made.
+    The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.
+    Then the check uses those of `manifest`, so that no second copy of thousands of ranks is kept.
     """
     ranks, entries = _ranks_of(manifest), _entries_of(manifest)
     data = _encode(manifest, ranks, entries)
@@ -316,12 +319,12 @@ def _checked_members(data: bytes) -> Members:
 
 
 def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
-    """Reads a manifest. If `known` is given, takes ranks, tensors and files from it: they are known to be equal."""
+    """Reads a manifest. If `known` is given, its equal ranks, tensors and files are used instead of the text's."""
     record = members.small
     versions = fields.get_dict(record, "versions")
     topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
     if known is None:
-        same: dict[Any, Any] = {}  # files and ranks have few kinds and many equal small numbers: each is kept once
+        same: dict[Any, Any] = {}  # keeps each distinct kind and number once, because files and ranks repeat them
         ranks = tuple(_coordinates(rank, topology, same) for rank in members.objects("ranks", _RANK_LIST))
         files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
         tensors = members.names("tensors")
@@ -450,7 +453,7 @@ def _check_manifest(manifest: Manifest) -> None:
             )
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} reaches past the end of the file")
-        # Files that hold the same tensors have the same tuple.
+        # Files that hold the same tensors share one `Holds`, which is counted once.
         if id(file.holds) not in counts:
             counts[id(file.holds)] = _count_held(file, len(manifest.tensors))
         held += counts[id(file.holds)]
@@ -469,7 +472,7 @@ def _check_topology(manifest: Manifest) -> None:
     most = dict(zip(_AXES, map(max, zip(*map(_coordinates_in_order, ranks), strict=True)), strict=True))
     for number, rank in enumerate(ranks):
         if all(most[name] < sizes[name] for name in _AXES):
-            break  # nearly always, so that thousands of ranks need no look
+            break  # nearly always, which spares a look at each of thousands of ranks
         if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 

@@ -1,7 +1,7 @@
 """Cuts the bytes of `manifest.json` into its members, and decodes the large ones quickly for thousands of ranks.
 
-Most of a large manifest are the entries of its files, and most of such an entry are its `holds`. Many files hold the
-same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
+A large manifest consists mostly of the entries of its files, and such an entry mostly of its `holds`. Many files hold
+the same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
 objects besides the result, and let other threads, such as the training, run in between.
 """
 
@@ -31,10 +31,10 @@ _LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# A large manifest has at least this many bytes for each occurrence of this text in this member. The occurrences are
-# files, halves of tensors' names, halves of nodes' names, and nodes' numbers. With more occurrences, the Python objects
-# would take more than five times the size of the manifest. The shortest entry is that of a part's file: 80 bytes with
-# the shortest names.
+# Triples (member, text, bytes): a large manifest has at least so many bytes for each occurrence of the text in the
+# member. The texts count the files, the tensors' names and the nodes' names (two quotes each), and the nodes' numbers.
+# With more occurrences, the Python objects would take more than five times the size of the manifest. The shortest entry
+# is that of a part's file: 80 bytes with the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 # Stands for the number of tensors if the runs do not ascend.
@@ -44,7 +44,7 @@ _OUT_OF_ORDER = -1
 class Holds(Sequence[tuple[int, int]]):
     """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory.
 
-    The runs do not change. So what a save needs to know of them is computed once for all saves.
+    The runs do not change. So their number of tensors and their text are computed only once for all saves.
     """
 
     __slots__ = ("_count", "_text", "ends")
@@ -154,7 +154,7 @@ class Members:
 
     Attributes:
         small: the other members.
-        is_intact: whether the checksum is right. If it is not, the large members cannot be read.
+        is_intact: whether the checksum is right. If it is wrong, the large members cannot be read.
     """
 
     data: bytes
@@ -217,7 +217,8 @@ def _decoded(text: bytes) -> Holds:
 def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
     """Encodes a manifest as one line of canonical JSON with a checksum.
 
-    `record` has all members but `files` (`entries`) and `crc32`. At least one member is sorted before `crc32`.
+    `record` has all members but `files` (`entries`) and `crc32`. `record` must have a member whose name sorts before
+    `crc32`.
     """
     head = b"{" + _texts(record, lambda name: name < _CHECKSUM)
     middle = _texts(record, lambda name: _CHECKSUM < name < _FILES)
@@ -230,7 +231,7 @@ def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
 
 
 def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
-    # The quicker encoder is for members of only names and whole numbers, which both encoders encode alike.
+    # The quicker encoder is used for members that consist of names and whole numbers. Both encoders encode these alike.
     encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
     return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
 
@@ -241,7 +242,7 @@ def _entry_texts(entries: Sequence[Entry]) -> Iterator[bytes]:
 
 
 def read(data: bytes) -> Members:
-    """Finds the members of what `encode` has encoded.
+    """Finds the members of a manifest that `encode` has encoded.
 
     Reads the same JSON in any other spelling, too, if its canonical form has the checksum. Raises FieldError if the
     data are not a JSON object, or have more values than their size allows.
@@ -263,7 +264,7 @@ def read(data: bytes) -> Members:
 
 
 def _canonical(data: bytes) -> Members | None:
-    """Returns the members of data that look like what `encode` has returned; None if they do not."""
+    """Returns the members if the data look as if `encode` had returned them; None otherwise."""
     view = memoryview(data)
     places = typed_json.members(view[:-1]) if data.endswith(b"}\n") else None
     if places is None or _CHECKSUM not in places:
@@ -282,10 +283,10 @@ def _canonical(data: bytes) -> Members | None:
 
 
 def decode_sizes(data: bytes) -> dict[str, int] | None:
-    """Decodes only the sizes of the files, by their paths, faster than all of a large manifest.
+    """Decodes only the sizes of the files, by their paths, which is faster than to decode all of a large manifest.
 
-    Returns None if the data must be decoded completely: they are damaged or not what `encode` returns, or the files may
-    be elsewhere, because the manifest has a placement.
+    Returns None if the data must be decoded completely: they are damaged, or `encode` has not written them, or the
+    manifest has a placement, so that files may be on other nodes.
     """
     try:
         found = _canonical(data)

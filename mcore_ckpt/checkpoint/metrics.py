@@ -1,6 +1,7 @@
 """Metrics of a checkpoint, such as its reward: names with finite numbers, by which retention finds the best steps.
 
-They are in the manifest. Those that are known only later are in a small file of the step (`steps/later_metrics.py`).
+The manifest contains the metrics that are known at the save. Later metrics are in a small file of the step
+(`steps/later_metrics.py`).
 """
 
 from __future__ import annotations
@@ -64,12 +65,15 @@ def _number(name: str, value: Any) -> float:
         raise InvalidTypeError(f"metrics has {name} = {fields.shown(value)}: use a number")
     try:
         return float(plain)
-    except OverflowError:  # no float holds this whole number
+    except OverflowError:  # the whole number is too large for a float
         return math.inf
 
 
 def decode_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics in a record of JSON values; none if it has no member `metrics`. Raises FieldError."""
+    """Returns the metrics in a record of JSON values; an empty dict if the record has no `metrics`.
+
+    Raises FieldError.
+    """
     found = fields.as_dict(record.get("metrics", {}), "metrics")
     if len(found) > MOST_METRICS:
         raise fields.FieldError(f"'metrics' has {len(found)} names, more than {MOST_METRICS}")

@@ -1,14 +1,16 @@
 """Describes what a model computes with its tensors: the fields of its configuration that the tensors do not show.
 
 Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
-keeps these facts, and a load compares them. Only attributes are read, of megatron-core 0.15 to 0.19, of the providers
-of Megatron-Bridge, which have more fields, and of the configs that transformers gives to vision towers.
+keeps these facts, and a load compares them. This module only reads attributes: of the configs of megatron-core 0.15 to
+0.19, of Megatron-Bridge's providers, which have more fields, and of the configs that transformers gives to vision
+towers.
 
 All fields that the model reads are stored, not only those that differ from their defaults, because another megatron may
 have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, GPTModel
-does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Whatever cuts
+does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Tools that cut
 tensors by the `config.json` of a checkpoint (`merge`, a conversion for another trainer, the export of a save) first
-compares that file with these facts (`models/stated_facts.py`): other heads mean another order of rows, and are refused.
+compare that file with these facts (`models/stated_facts.py`). They refuse a file with other heads, because the rows
+would be in another order.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from typing import Any
 import torch
 
 Facts = Mapping[str, Any]
-"""Plain values by name. A name in another part than the language model has the part's name in front: `vision_model.`"""
+"""Plain values by name. Names of a vision tower's facts begin with the name of the tower: `vision_model.`"""
 
 _Values = Callable[[str], Any]
 
-# The default of a field that has none: if it is missing, nothing is known.
+# Takes the place of a default: if such a field is missing, its value is unknown and is not compared.
 _UNKNOWN = object()
 
 # Every fact, with the value that megatron uses if its version lacks the field. The facts of a kind of model are kept,
@@ -58,7 +60,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "is_hybrid_model": False,
         "mtp_use_repeated_layer": False,
         "use_mup": False,
-        # Read from the first layer's attention, because layer specs give it, and not the config.
+        # The mask is read from the first layer's attention, because the layer spec sets it, and not the config.
         "attn_mask_type": _UNKNOWN,
         # Fields of Megatron-Bridge's providers of Gemma, Falcon-H1, MiMo, Step-3.5 and Qwen3-Omni.
         "attn_logit_softcapping": None,
@@ -199,7 +201,7 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "delta net": lambda of: of("experimental_attention_variant") == "gated_delta_net",
     "hybrid": lambda of: bool(of("is_hybrid_model")),
     "experts": lambda of: bool(of("num_moe_experts")),
-    # The layer is stored once, however often it is run.
+    # One layer runs at all depths, and is stored once. So no tensor shows the number of depths.
     "repeated mtp": lambda of: bool(of("mtp_use_repeated_layer") and of("mtp_num_layers")),
     "mup": lambda of: bool(of("use_mup")),
 }
@@ -210,11 +212,12 @@ _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["l
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # A longer context may also change one of these values into another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
-# The frequencies follow from these fields. If one of these differs, a difference of the frequencies is not reported,
-# too.
+# The frequencies follow from these fields. If one of these fields differs, only that difference is reported, and not
+# that of the frequencies.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
-# A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other. The
-# layers are compared when the tensors are matched (`sharding/counterparts.py`).
+# A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one class can be loaded into the other.
+# So these fields are not compared between the two. The layers are compared when the tensors are matched
+# (`sharding/counterparts.py`).
 _OF_LAYERS = {
     *("is_hybrid_model", "experimental_attention_variant", "moe_layer_freq"),
     *("moe_shared_expert_gate", "mtp_use_repeated_layer", "mtp_num_layers"),
@@ -336,7 +339,7 @@ def _are_alike(name: str, left: Any, right: Any) -> bool:
 
 
 def _of_same_depth(pattern: str, other: str) -> str:
-    """Returns a pattern, without depths of multi-token prediction if the other has none: a model may lack them."""
+    """Returns a pattern, without its depths of multi-token prediction if the other pattern has no depths."""
     return pattern if "/" in other else pattern.partition("/")[0]
 
 
@@ -412,14 +415,14 @@ def _without_rope(of: _Values, freq: Any) -> Any:
 def _window_skips(of: _Values, freq: Any) -> Any:
     freq, pattern = _skipping(of, freq), of("hybrid_layer_pattern")
     if isinstance(pattern, str) and isinstance(freq, (list, tuple)):
-        # Only the layers of a HybridModel that have attention, because a GPTModel has them, too.
+        # Keeps only the values of layers with attention, so that a HybridModel can be compared with a GPTModel.
         symbols = pattern.partition("/")[0].replace("|", "")
         freq = [value for symbol, value in zip(symbols, freq, strict=False) if symbol in "*GD+"]
     return None if isinstance(freq, (list, tuple)) and all(freq) else freq
 
 
 def _pre_softmax(of: _Values, value: Any) -> Any:
-    """Returns False where there is no softmax (`topk_routing_with_score_function`, 0.16 to 0.19)."""
+    """Returns False for routers without a softmax (`topk_routing_with_score_function`, 0.16 to 0.19)."""
     return value if of("moe_router_score_function") in ("softmax", _UNKNOWN) else False
 
 
@@ -436,13 +439,13 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # A mask that also hides padding computes the same for what is not padding.
+    # For tokens that are not padding, a mask that also hides padding computes the same as the mask without.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,
     "moe_router_topk_scaling_factor": lambda of, factor: None if factor == 1 else factor,
     "dsa_indexer_k_norm_epsilon": lambda of, epsilon: of("layernorm_epsilon") if epsilon is None else epsilon,
-    # Not every trainer sets `is_hybrid_model`.
+    # Not every trainer sets `is_hybrid_model`, so a pattern of layers counts, too.
     "is_hybrid_model": lambda of, is_hybrid: bool(is_hybrid) or isinstance(of("hybrid_layer_pattern"), str),
     "hybrid_layer_pattern": lambda of, pattern: pattern.replace("|", "") if isinstance(pattern, str) else pattern,
 }

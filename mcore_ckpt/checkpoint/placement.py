@@ -1,4 +1,7 @@
-"""Records which nodes have each file of a checkpoint in the fast tier. The checkpoint's manifest contains it."""
+"""Records which nodes have each file of a checkpoint in the fast tier.
+
+The record is a member of the checkpoint's manifest.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import typed_json
 from mcore_ckpt.io.typed_json import LongList, Natural
 
-# How many files follow each other on the same nodes, and the numbers of these nodes.
+# The entries of `files`: a number of successive files that are on the same nodes, and the numbers of these nodes.
 _RUNS: LongList[tuple[int, tuple[int, ...]]] = LongList(tuple[Natural, tuple[Natural, ...]], b"]],[")
 _COUNT: msgspec.json.Decoder[int] = msgspec.json.Decoder(Natural)
 
@@ -23,9 +26,10 @@ class Placement:
     """The nodes that have, or will get, each file of a checkpoint.
 
     Attributes:
-        nodes: the names of the nodes that saved. A node's number is its position here.
-        by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first node
-            has written the file; the others have written the same bytes, or get a copy while the training goes on.
+        nodes: the names of the nodes that saved. A node's number is its position in this tuple.
+        by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first of
+            these nodes has written the file. The other nodes have written the same bytes, or get a copy while the
+            training goes on.
         save_count: how many saves into the fast tier the training has begun, this one included.
     """
 
@@ -39,7 +43,7 @@ class Placement:
 
 
 def encoded(placement: Placement) -> dict[str, Any]:
-    """Returns the placement as JSON values. Files that follow each other and are on the same nodes share an entry."""
+    """Returns the placement as JSON values. Successive files that are on the same nodes share an entry."""
     runs = [[sum(1 for _ in same), list(nodes)] for nodes, same in groupby(placement.by_file)]
     return {"nodes": list(placement.nodes), "files": runs, "save_count": placement.save_count}
 

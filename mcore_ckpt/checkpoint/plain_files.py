@@ -19,7 +19,7 @@ from mcore_ckpt.io.files import make_folders, write_file
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a small `.pt` file with these values, which have been checked (`check_plain`)."""
+    """Returns the bytes of a small `.pt` file with these values, and checks them (`check_plain`)."""
     return check_plain(pickle_unchecked(value))
 
 
@@ -36,7 +36,7 @@ def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
 def check_plain(data: bytes) -> bytes:
     """Returns the bytes of a small `.pt` file.
 
-    Raises ValueError if it is too large, or torch (`weights_only`) or `read_plain` could not open it.
+    Raises ValueError if the file is too large, or if torch (`weights_only`) or `read_plain` could not open it.
     """
     if len(data) > limits.PLAIN_BYTES:
         raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that are allowed")

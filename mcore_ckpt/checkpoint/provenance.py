@@ -49,10 +49,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Commit:
-    """The place of a checkpoint among all that were committed.
+    """The place of a checkpoint among all that its root has seen committed.
 
     Attributes:
-        number: grows with each commit of a root. The roles of a step share one number where they can.
+        number: grows with each commit of a root. The roles of a step share one number, but a role that saves the step
+            again gets a new number.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
         branch: the numbers of the commits that led to this one, and its own number. Earlier commits that are not among
             them were given up.

@@ -25,7 +25,7 @@ class ArchiveError(ValueError):
     """A file is not what `torch.save` writes, was cut, or contradicts itself."""
 
 
-@dataclass(slots=True)  # not frozen: a second object for each record would be a third more memory
+@dataclass(slots=True)  # not frozen, because copies with `next_at` would take a third more memory
 class _Entry:
     """The zip directory's entry for one record.
 
@@ -116,7 +116,7 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns where the end records begin, and the directory's entries, size and offset if a zip64 record has them."""
+    """Returns the offset of the end records, and, if there is a zip64 record, its entries, size and offset."""
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:
         return end_at, None
@@ -153,7 +153,7 @@ def _entries(directory: bytes, end: int) -> Iterator[_Entry]:
             raise ArchiveError(f"record {name!r} is compressed or encrypted, unlike the records that torch writes")
         nbytes, stored, header_at = _large_numbers(name, extra, (nbytes, stored, header_at))
         if stored != nbytes:
-            raise ArchiveError(f"record {name!r} has {nbytes} bytes, but is stored in {stored}")
+            raise ArchiveError(f"record {name!r} has {nbytes} bytes, but its stored size is {stored}")
         yield _Entry(name, crc, nbytes, header_at, end)
 
 
@@ -168,7 +168,7 @@ def _checked_name(raw: bytes) -> str:
 
 
 def _large_numbers(name: str, extra: bytes, small: tuple[int, int, int]) -> Iterator[int]:
-    """Yields size, stored size and offset. Where `small` has MAX_32, the number is in the zip64 field."""
+    """Yields size, stored size and offset. A number that is MAX_32 in `small` is read from the zip64 field."""
     field = b""
     while extra:
         if len(extra) < 4 or len(extra) < 4 + (length := int.from_bytes(extra[2:4], "little")):

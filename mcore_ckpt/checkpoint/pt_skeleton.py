@@ -2,8 +2,8 @@
 
 Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, for which it leaves a gap. The
 zip directory contains the place of each tensor. A skeleton is small, because it keeps only the bytes between the
-tensors. A save with a skeleton needs no pickling. It copies tensors to known offsets, and writes their CRCs to the
-places that the zip format has for CRCs.
+tensors. A save with a skeleton needs no pickling. The save copies tensors to known offsets, and writes the tensors'
+CRCs to the places that the zip format has for CRCs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     Raises ValueError if the tensors do not match the records that torch has written.
     """
     # torch writes into a memory file. Such a file is sparse, so the reserved payload takes no memory. torch names the
-    # archive after the path that it opens, so the link gives the archive the same name in every run.
+    # archive after the file's path, so a link to the memory file, `archive.pt`, gives the archive the same name in
+    # every run.
     memory = os.memfd_create("mcore_ckpt_skeleton")
     try:
         with tempfile.TemporaryDirectory() as folder:

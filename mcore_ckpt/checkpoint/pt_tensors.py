@@ -33,7 +33,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 
-# Does not match quantized dtypes, which need scales, or dtypes below one byte, which torch (2.13) cannot compute with.
+# The pattern does not match quantized dtypes, which need scales, or dtypes of less than one byte, which torch (2.13)
+# cannot compute with.
 _DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
 _FLAGS = ("conj", "neg")
@@ -108,7 +109,7 @@ class TensorFinder:
         """Returns the dtype (also for a storage class) or function that a global name refers to; None if unknown."""
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
-        # This uses `vars`, because with `getattr` a file could make torch import more of its modules.
+        # `getattr` would let a file make torch import more of its modules. `vars` imports nothing.
         if module == "torch" and _DTYPE.fullmatch(name) and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self._known.get((module, name))

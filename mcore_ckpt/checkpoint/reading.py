@@ -33,15 +33,18 @@ Decoded = TypeVar("Decoded")
 def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
     """Reads the manifest in a role's folder.
 
-    Raises CheckpointNotFoundError if it is missing, so that the folder is not a checkpoint, and CheckpointCorruptError
-    if it cannot be read, is damaged, or has a newer format version.
+    Raises CheckpointNotFoundError if the manifest is missing, which means that the folder is not a checkpoint. Raises
+    CheckpointCorruptError if the manifest cannot be read, is damaged, or has a newer format version.
     """
     path = inside(role_dir, manifest_file)
     return parse_manifest(_manifest_data(path), path)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads what a listing needs of a role's manifest, much faster than the whole. Raises as `read_manifest` does."""
+    """Reads only the part of a role's manifest that a listing needs, which is much faster than to read all of it.
+
+    Raises as `read_manifest` does.
+    """
     path = inside(role_dir, file_names.MANIFEST_FILE)
     return _decoded(_manifest_data(path), path, decode_summary)
 
@@ -64,7 +67,10 @@ def _manifest_data(path: Path) -> bytes:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Decodes a manifest. Raises CheckpointCorruptError, which names `path`, if it is damaged or of a newer format."""
+    """Decodes a manifest.
+
+    Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or of a newer format.
+    """
     return _decoded(data, path, decode_manifest)
 
 
@@ -98,10 +104,12 @@ def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
 
 
 def check_sizes(role_dir: Path, records: Sequence[FileRecord]) -> None:
-    """Checks that files can be opened and have the sizes in the manifest. Raises CheckpointCorruptError as `open_file`.
+    """Checks that files can be opened and have the sizes in the manifest.
 
-    A folder may have as many files as there are ranks. So this function looks at each folder once, and at many files at
-    a time.
+    Raises CheckpointCorruptError as `open_file` does.
+
+    A folder may have as many files as there are ranks. So links in a folder's path are looked for only once per folder,
+    and many files are checked at a time.
     """
     for folder in {os.path.dirname(record.path) for record in records}:
         inside(role_dir, folder)
@@ -147,7 +155,7 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
 
 
 def read_entries(role_dir: Path, record: FileRecord) -> IndexEntries:
-    """Reads a file's index. Its entries are decoded when they are asked for. Raises CheckpointCorruptError."""
+    """Reads a file's index. An entry is decoded when it is asked for. Raises CheckpointCorruptError."""
     return parse_entries(_index_data(role_dir, record), record, role_dir / record.path)
 
 
@@ -190,7 +198,7 @@ def check_size(path: Path | str, what: str, size: int, most: int) -> None:
 def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
     """Reads a whole file and checks its size and CRC.
 
-    Raises CheckpointCorruptError, also for more than `most` bytes.
+    Raises CheckpointCorruptError if the file is damaged, or has more than `most` bytes.
     """
     path = role_dir / record.path
     check_size(path, "a file", record.size, most)

@@ -1,4 +1,7 @@
-"""Describes when each rank did each part of a save. The manifest has it as `save_timeline`, see docs/format.md."""
+"""Describes when each rank did each part of a save.
+
+The timeline is the member `save_timeline` of the manifest (docs/format.md).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class SaveTimeline:
     Attributes:
         nbytes: how many bytes each rank wrote, without its part of the HuggingFace model.
         plan, copy, write: when each rank did this part of the save.
-        commit: on rank 0, the time from its last written byte until it had made the manifest. The manifest cannot hold
-            what comes after: writing it, the syncs, and the rename.
+        commit: the time from rank 0's last written byte until rank 0 had made the manifest. The manifest cannot contain
+            the times of the last steps of a commit: writing the manifest, the syncs and the rename.
         export: when each rank exported its part of the HuggingFace model; None without `hf_model`.
         stall: how long `save` held the training up on each rank; None if `save` held it up until the commit.
     """
@@ -102,6 +105,6 @@ def _columns(texts: tuple[msgspec.Raw, msgspec.Raw], count: int) -> Spans:
 def _column(text: msgspec.Raw, count: int) -> array[int]:
     numbers = bytes(memoryview(text))
     found = numbers.count(b",") + 1
-    if found != count:  # before they are decoded
+    if found != count:  # checked first, because decoding takes memory for each number
         raise fields.FieldError(f"the save's timeline has {found} numbers for {count} ranks")
     return array("q", typed_json.NATURALS.read(numbers, (0, len(numbers))))

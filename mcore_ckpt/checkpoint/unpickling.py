@@ -1,9 +1,10 @@
 """Reads pickles that may be hostile. A pickle can call only functions that the caller lists.
 
-The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. With torch's, a pickle can call
-`bytearray` and all tensor classes, which allocate any amount of memory. Python sizes its memo by the largest index in
-the pickle, so a few bytes can allocate any amount of memory, too. In both unpicklers, hashing a tuple of tuples as the
-key of a dict can take forever, or overflow the stack of the process. `benchmarks/pickles.py` measures torch's.
+The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. Under torch's unpickler, a pickle
+can call `bytearray` and all tensor classes, which allocate any amount of memory. Python's unpickler sizes its memo by
+the largest index in the pickle, so a few bytes can allocate any amount of memory, too. In both unpicklers, hashing a
+tuple of tuples as the key of a dict can take forever, or overflow the stack of the process. `benchmarks/pickles.py`
+shows what hostile files do to `torch.load`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# How many bytes of memory values can take for each byte of the pickle that has been read, in addition to what any
-# pickle may take. Metadata with many chunks take 17 for each byte.
+# The values of a pickle may take the first number of bytes of memory for each byte that has been read, and the second
+# number in addition. Metadata with many chunks take 17 bytes for each byte.
 _MOST_MEMORY_PER_BYTE = 24
 _ANY_MEMORY = 256 << 10
-# What values take, in bytes: a place in a list, a number, a text without its characters, a tuple, list or object, an
-# item of a dict, a dict, a set.
+# The memory that values take, in bytes: a place in a list, a number, a text without its characters, a tuple, list or
+# object, an item of a dict, a dict, a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
-# What counts for a place in the memo that does not follow the last one. It takes less, but few pickles have one.
+# The size that is counted for a place in the memo that does not follow the last place. The place takes less memory, but
+# few pickles have such a place.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -129,7 +131,7 @@ def as_bytes(text: Any, encoding: Any) -> bytes:
 
 
 def ordered_dict(*nothing: Any) -> OrderedDict[Any, Any]:
-    """Replaces `OrderedDict`. Returns an empty one, to which the pickle then adds items, key by key."""
+    """Replaces `OrderedDict`. Returns an empty OrderedDict, to which the pickle then adds items, key by key."""
     if nothing and nothing != ([],):
         raise PickleError("the pickle creates an OrderedDict with items in it")
     return OrderedDict()
@@ -207,12 +209,11 @@ class Unpickler:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        # Programs number the values in the memo from 0 on. A list takes a tenth of the memory that a dict would take
-        # for them.
+        # Programs number the values in the memo from 0 on. A list of them takes a tenth of the memory of a dict.
         self._memo: list[Any] = []
         self._others: dict[int, Any] = {}
-        # How many bytes of memory the values take, including what calls copy. Without a limit, a pickle could make a
-        # list with each of its bytes, or pass the same long text to many calls with two bytes each.
+        # How many bytes of memory the values take, including copies that calls make. Without a limit, each byte of a
+        # pickle could make a list, and each two bytes could pass the same long text to another call.
         self._taken = 0
 
     def load(self) -> Any:
@@ -302,7 +303,7 @@ class Unpickler:
         value = self._stack[-1]
         if number == len(self._memo):
             if self._memo and self._memo[-1] is value:
-                self._charge(_OBJECT)  # programs put each value there once
+                self._charge(_OBJECT)  # programs put no value into the memo twice in a row
             self._memo.append(value)
         elif number < len(self._memo):
             self._memo[number] = value
@@ -364,7 +365,7 @@ class Unpickler:
         self._charge(texts + _SLOT * sum(len(value) for value in arguments if isinstance(value, _CONTAINERS)))
 
     def _charge(self, nbytes: int) -> None:
-        """Counts bytes of memory. Raises PickleError if they are too many for the bytes that have been read."""
+        """Adds to the memory that the values take. Raises PickleError if this is too much for the bytes read so far."""
         self._taken += nbytes
         if self._taken > _MOST_MEMORY_PER_BYTE * self._at + _ANY_MEMORY:
             raise PickleError(f"the first {self._at} bytes of the pickle have more values than their size allows")
@@ -373,7 +374,7 @@ class Unpickler:
         state = self._stack.pop()
         made = self._stack[-1]
         if type(made) is OrderedDict and isinstance(state, dict):
-            return  # torch adds this state, the versions of modules, to a state dict. It is not needed.
+            return  # torch stores the versions of modules in this state, which nothing needs
         self._charge_for((state, *(state if isinstance(state, tuple) else ())))
         self._build(made, state)
 
@@ -384,10 +385,11 @@ _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# Each opcode with the memory that it takes, in bytes. The opcodes are in this order: first PROTO, FRAME and MARK (their
-# names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo, then those for
-# global names, calls, states and references. Left out are POP and POP_MARK, which Python writes only for values that
-# contain themselves, and the forms of text and bytes for more than 4 GiB, which are more than PICKLE_BYTES.
+# Each opcode, with the memory that its value takes, in bytes. The opcodes are in this order: first PROTO, FRAME and
+# MARK (their names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo, then
+# those for global names, calls, states and references. POP and POP_MARK are left out, because Python writes them only
+# for values that contain themselves. The opcodes for text and bytes of more than 4 GiB are left out, because a pickle
+# has at most PICKLE_BYTES bytes.
 _ACTIONS: dict[int, tuple[_Action, int]] = {
     opcode[0]: (action, memory)
     for opcode, action, memory in (
