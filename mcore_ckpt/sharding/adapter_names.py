@@ -2,23 +2,24 @@
 
 A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. Its `state_dict` lists the
 layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
-ROLL trains, has other names for the same tensors; on disk, Megatron-Bridge's names are used.
+ROLL trains, has other names for the same tensors. On disk the tensors have Megatron-Bridge's names.
 
 - Rows that Bridge permutes. With tensor parallelism, a rank's `linear_fc1` has the rank's rows of the gate, and then
-  its rows of up. Bridge (0.3 to 0.6) ignores that when it describes the magnitude of such a layer, and B of
+  its rows of up. Bridge (0.3 to 0.6) ignores this order when it describes the magnitude of such a layer, and B of
   CanonicalLoRA's adapters of gate and up. So under another tensor-parallel size, Bridge's own checkpoints come back
-  with these rows in another order. `state/model.py` takes the places of these tensors from the weight. Bridge's own
-  `torch_dist` checkpoints of them load only under the same size, and `merge` refuses these tensors by name. DoRA of
-  row-parallel layers has other magnitudes on each tensor-parallel rank, so a manager refuses it.
-- PEFT's wrapped layers (ROLL: `mcore_adapter`'s, around transformer-engine's layers) are the same adapters under other
-  names, which `without_peft` translates when a live model is read; on disk there are only Bridge's names. The regions
-  of A and B follow from the layer's weight: B has the rows of the weight, and A its columns. ROLL's own
-  `sharded_state_dict` (2026-08) gives B of `linear_fc1` one range of rows where the weight has two, gate and up. ROLL's
-  adapters of experts have a smaller rank but the scale of the larger rank, so they are refused.
-- Grouped experts. If all experts of a rank share one adapter, Bridge 0.6 keeps it equal on all ranks. So each
-  expert-parallel rank stores a copy, and any size can load it. Bridge 0.3 lets the adapters of the ranks drift apart,
-  so they are refused with expert parallelism. If each expert has its own adapter (`share_expert_adapters=False`), its
-  tensors have an axis of experts, and are cut like any others.
+  with these rows in another order. Here `state/model.py` takes the places of these tensors from the weight. Bridge's
+  own `torch_dist` checkpoints of these tensors load only under the saved size, and `merge` refuses these tensors by
+  name. DoRA of row-parallel layers has different magnitudes on the tensor-parallel ranks, so a manager refuses such an
+  adapter.
+- Layers that PEFT has wrapped (in ROLL, `mcore_adapter` wraps transformer-engine's layers) have the same adapters under
+  other names. `without_peft` translates the names when a live model is read. The regions of A and B follow from the
+  layer's weight: B has the rows of the weight, and A its columns. ROLL's own `sharded_state_dict` (2026-08) gives B of
+  `linear_fc1` one range of rows where the weight has two, gate and up. ROLL's adapters of experts have a smaller rank
+  but the scale of the larger rank, so they are refused.
+- Grouped experts. If all experts of a rank share one adapter, Bridge 0.6 keeps this adapter equal on all ranks. So each
+  expert-parallel rank stores a copy, and a load under any size can read one. Bridge 0.3 lets the adapters of the ranks
+  drift apart, so a manager refuses them with expert parallelism. If each expert has its own adapter
+  (`share_expert_adapters=False`), its tensors have an axis of experts, and are cut like any others.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class AdapterKey(NamedTuple):
     Attributes:
         module: the global name of the adapted layer, such as `decoder.layers.3.self_attention.linear_qkv`.
         component: `q`, `k` or `v`, or `gate` or `up`, if the adapter belongs to one of the projections that the layer
-            fuses (Megatron-Bridge's CanonicalLoRA). Empty if it belongs to the whole layer.
+            fuses (Megatron-Bridge's CanonicalLoRA). Empty if the adapter belongs to the whole layer.
     """
 
     module: str
@@ -74,7 +75,7 @@ def peft_matrix(name: str) -> PeftMatrix | None:
 
 
 def without_peft(name: str) -> str:
-    """Returns the name that a tensor has in Megatron-Bridge's wrappers. Names without PEFT's modules stay.
+    """Returns the name that a tensor has in Megatron-Bridge's wrappers. Other names are returned unchanged.
 
     Raises ValueError if the tensor belongs to a module of PEFT that has no counterpart.
 
@@ -89,8 +90,8 @@ def without_peft(name: str) -> str:
         return f"{match['module']}{_MARK}{part}.{match['rest']}"
     if _ONLY_IN_PEFT.search(name):
         raise ValueError(
-            f"tensor {name}: of PEFT's modules only the matrices A and B of a layer's LoRA can be saved: leave grouped "
-            "experts (lora_target) and whole modules (additional_target) out, and biases and DoRA off"
+            f"tensor {name}: of PEFT's tensors, only the matrices A and B of a layer's LoRA can be saved: leave "
+            "grouped experts out of lora_target, leave additional_target empty, and turn biases and DoRA off"
         )
     return name.replace(_BASE_LAYER, ".")
 

@@ -1,6 +1,6 @@
 """Places tensors on pipeline ranks by name (megatron-core 0.16.1), and divides tensors and work evenly by size.
 
-Tools use this module, because they have no live model that knows where its tensors are.
+Tools use this module, because they have no live model, which would know the places of its tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PipelineAssignment:
 
 
 def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Lays tensors end to end and cuts the whole into equal parts.
+    """Lays tensors end to end, and cuts the resulting sequence of elements into equal parts.
 
     Returns, for each part, triples (number of the tensor, start, stop). `start` and `stop` are in elements.
 

@@ -1,13 +1,13 @@
 """Finds the layers of a stored model that hold the parts of another model's layers.
 
-A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) is only one of them, or a
-Mamba mixer. So the same sequence of parts has different layer numbers in the two. In multi-token prediction, GPTModel
-has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
+A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) has attention, an MLP or a
+Mamba mixer. So the same sequence of parts has different layer numbers in the two models. In multi-token prediction,
+GPTModel has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
 
-When a manager is made, all ranks tell each other the parts of their layers. A load matches this sequence of parts, one
-by one, with the sequence in the stored names, and each depth of multi-token prediction separately. Megatron's own
+When a manager is made, all ranks tell each other the parts of their layers. A load matches these parts in order, one by
+one, with the parts in the stored names. It matches each depth of multi-token prediction separately. Megatron's own
 loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer, whatever parts lie between.
-Here the order must be the same, because otherwise the loaded model would compute something else.
+This module refuses another order of parts, because the loaded model would compute something else.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _DECODER = "decoder"
 # Patterns of published hybrid models repeat after 8 layers or fewer.
 _LONGEST_PERIOD = 8
 
-# By the beginning of the names of a layer's tensors ("decoder.layers.3"), the layer's parts in the order in which it
-# runs them.
+# Maps the beginning of the names of a layer's tensors ("decoder.layers.3") to the layer's parts, in the order in which
+# the layer runs them.
 Layers = Mapping[str, tuple[str, ...]]
 
 
@@ -96,9 +96,9 @@ class Counterparts:
     """The layer of a stored model for each part of each layer of a wanted model.
 
     Attributes:
-        stored: by the wanted layer and its part (attention, mlp or mamba), the stored layer. Empty if both models have
-            the same layers, or cannot be matched.
-        layer_mismatch: why the models cannot be matched, with the layers of both; None if they can.
+        stored: maps (wanted layer, part) to the stored layer that has the part. The part is attention, mlp or mamba.
+            Empty if both models have the same layers, or cannot be matched.
+        layer_mismatch: why the models cannot be matched, with the layers of both; None if they can be matched.
     """
 
     stored: Mapping[tuple[str, str], str]
@@ -150,7 +150,10 @@ def _by_stack(layers: Layers) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def _match(wanted: Layers, stored: Layers) -> dict[tuple[str, str], str] | None:
-    """Returns None if the two do not run the same parts in the same order."""
+    """Returns `Counterparts.stored` for one stack.
+
+    Returns None if the two stacks do not run the same parts in the same order.
+    """
     ours, theirs = ([(layer, part) for layer, parts in each.items() for part in parts] for each in (wanted, stored))
     if [part for _, part in ours] != [part for _, part in theirs]:
         return None
@@ -162,7 +165,7 @@ def _kind(part: str) -> str:
 
 
 def describe(layers: Layers) -> str:
-    """Returns the layers as text. Layers, or short sequences of layers, that repeat are written once, with a count.
+    """Returns the layers as text. Writes repeated layers, and repeated short sequences of layers, once, with a count.
 
     Example:
         >>> describe({"decoder.layers.0": ("attention", "mlp"), "decoder.layers.1": ("attention", "mlp")})

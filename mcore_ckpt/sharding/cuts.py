@@ -1,6 +1,6 @@
 """Derives from a tensor's name how tensor parallelism cuts the tensor (megatron-core 0.16.1).
 
-Tools and readers use this module, because they have no live model that knows how its tensors are cut.
+Tools and readers use this module, because they have no live model, which would know how its tensors are cut.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 # Column-parallel linear layers have the axes {"weight": 0, "bias": 0} in their `sharded_state_dict`
 # (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear). Row-parallel layers have the axes
-# {"weight": 1}. Their bias is added after the sum over the ranks, so each rank has the whole bias. Grouped experts
-# append the expert's number to "weight" and "bias" (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear).
+# {"weight": 1}. The bias of a row-parallel layer is added after the sum over the ranks, so each rank has the whole
+# bias. Grouped experts append the expert's number to "weight" and "bias" (TEColumnParallelGroupedLinear,
+# TERowParallelGroupedLinear).
 _COLUMN_LAYERS = (
     "linear_qkv",
     "linear_q",
@@ -46,8 +47,8 @@ _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
 # Megatron-Bridge's norms for MiniMax-M2, which cover all heads and are cut as the heads are.
 _BY_SPEC = re.compile(r"(?:.*\.)?(?:linear_(?:q|kv)_down_proj|self_attention\.[qk]_layernorm)\.weight")
 # Low-rank adapters are column-parallel layers, except A of a row-parallel layer (`ParallelLinearAdapter` of
-# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight. Under PEFT, the matrix without the axis
-# that the layer cuts is whole on all ranks: A of a column-parallel layer, and B of a row-parallel one.
+# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight. Under PEFT, A of a column-parallel
+# layer and B of a row-parallel layer are whole on all ranks, because they lack the axis that the layer cuts.
 _ADAPTER_ROW = re.compile(
     r".*\.(?:linear_proj|linear_fc2|out_proj)\.adapter\."
     r"(?:(?P<a>linear_in\.weight)|(?P<b>linear_out\.weight)|weight_magnitude)"
@@ -137,7 +138,10 @@ def _axes_in_megatron(name: str) -> tuple[int | None, ...]:
 
 
 def has_sections(name: str) -> bool:
-    """Returns True if a tensor has sections whose lengths do not follow from its name. Each must be cut separately."""
+    """Returns True if a tensor has sections whose lengths do not follow from its name.
+
+    Each section must be cut separately.
+    """
     return _MIXER_SECTIONS.fullmatch(name) is not None
 
 
@@ -160,7 +164,7 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
             if len(cut.sections) == 1 and has_sections(name):
                 raise ValueError(
                     f"it consists of sections that are cut separately (a mixer's queries, keys, values, ...), but "
-                    f"{_describe(seen, size)}: the checkpoint does not show where each begins. "
+                    f"{_describe(seen, size)}: the checkpoint does not show where each section begins. "
                     f"Keep the tensor-parallel size of {size}"
                 )
             return cut

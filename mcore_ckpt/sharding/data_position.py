@@ -2,11 +2,11 @@
 
 Each rank puts its own position into `extra_state`, where it is stored as plain values: `{MARK: 1, "kind": ..., "state":
 ...}`. A load under the same data-parallel size gives each rank its own position back. Under another size, it reads the
-positions of all saved ranks. Each kind of position has a rule that divides them, or refuses them
+positions of all saved ranks. Each kind of position has a rule that divides these positions, or refuses to
 (docs/how_to/resume.md).
 
-The position is that of a data-parallel rank, so ranks that differ only in their tensor, context or pipeline place have
-the same position. A save compares what must be equal (`ShardedPosition.compared`).
+A position belongs to a data-parallel rank, so ranks that differ only in their tensor, context or pipeline place have
+the same position. A save compares the fields that must be equal on these ranks (`ShardedPosition.compared`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ShardedPosition:
     """The position of one data-parallel rank in the data. After a load, it can have the positions of all saved ranks.
 
     Make it with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
-    `extra_state` that `load` returns has it again.
+    `extra_state` that `load` returns contains the position again.
 
     Attributes:
         kind: the kind of position.
-        state: the position of this rank, as plain values. None after a load in which no position is this rank's own.
+        state: the position of this rank, as plain values. None after a load if no saved position was this rank's own.
         name: where the position is in `extra_state`, for messages.
         rank, size: after a load, the data-parallel rank that loads, and the data-parallel size.
         states: after a load under another data-parallel size, the positions of all saved ranks.
@@ -55,7 +55,7 @@ class ShardedPosition:
 
     @staticmethod
     def of_consumed(samples: int) -> ShardedPosition:
-        """Returns the position of ranks that take samples in turn, and all equally many, as Megatron's samplers do.
+        """Returns the position of ranks that take samples in turn, each the same number, as Megatron's samplers do.
 
         `for_rank` returns the same number under any data-parallel size.
 
@@ -83,8 +83,7 @@ class ShardedPosition:
         `shard_10`) and dealt to the ranks in turn.
 
         Args:
-            offsets: where the rank is in each of its shards, including the shards that it has not begun and those that
-                it has finished.
+            offsets: the rank's place in each of its shards, including shards that it has not begun or has finished.
         """
         if not all(isinstance(shard, str) for shard in offsets):
             raise InvalidArgumentError("offsets has names of shards that are no strings")
@@ -95,8 +94,8 @@ class ShardedPosition:
         """Returns the position of torchdata's `StatefulDataLoader`.
 
         `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
-        loaders of all ranks are at the end of an epoch: then begin the next one without a state. Otherwise it refuses,
-        because the state is that of the loader's own sampler.
+        loaders of all ranks are at the end of an epoch: then begin the next one without a state. Otherwise `for_rank`
+        raises an error, because the state of the loader's own sampler cannot be divided.
 
         Args:
             state: what `loader.state_dict()` returns (torchdata 0.11).
@@ -133,20 +132,24 @@ class ShardedPosition:
 
     @property
     def compared(self) -> str:
-        """A digest of what must be equal on ranks of the same data-parallel place."""
+        """A digest of the fields that must be equal on ranks of the same data-parallel place."""
         known = _KINDS[self.kind].compared(self.state)
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
     def for_rank(self, rank: int | None = None, size: int | None = None, workers: int | None = None) -> Any:
-        """Returns the position of a data-parallel rank. See the function that made it (`of_...`) for what that is.
+        """Returns the position of a data-parallel rank.
+
+        The function that made the position (`of_...`) says what this returns.
 
         Args:
-            rank, size: the data-parallel rank and size; None for those of the load.
+            rank, size: the data-parallel rank and size; None for the rank and size of the load.
             workers: for a position of `of_dataloader`, how many workers the loader has. A number other than the saved
-                one counts as another data-parallel size. None: torchdata itself refuses another number.
+                one counts as another data-parallel size. None: the number is not compared here, but torchdata refuses
+                another one.
 
         Raises:
-            CheckpointMismatchError: positions of this kind, or these positions, cannot be divided among so many ranks.
+            CheckpointMismatchError: positions of this kind cannot be divided, or these positions cannot be divided
+                among so many ranks.
             InvalidArgumentError: `rank` is not below `size`, or the positions of other ranks have not been loaded,
                 because the data-parallel size is the saved one.
         """
@@ -211,8 +214,8 @@ class _Kind:
 def _consumed(states: Sequence[int], rank: int, size: int) -> int:
     if len(set(states)) > 1:
         raise CheckpointMismatchError(
-            f"the ranks have consumed {min(states)} to {max(states)} samples together, which should be one number: use "
-            "ShardedPosition.of_share for ranks that take different numbers of samples"
+            f"by the saved ranks, all ranks together have consumed {min(states)} to {max(states)} samples, not one "
+            "number: use ShardedPosition.of_share for ranks that take different numbers of samples"
         )
     return states[0]
 
@@ -238,13 +241,13 @@ def _next_epoch(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> No
     within = [number for number, state in enumerate(states) if state.get("_iterator_finished") is not True]
     if within:
         raise CheckpointMismatchError(
-            f"rank {within[0]} is within an epoch, where the state is that of the loader's own sampler, which cannot "
-            "be divided: load it with the saved number of ranks and workers, or save at the end of an epoch"
+            f"rank {within[0]} is within an epoch, and the state of the loader's own sampler cannot be divided: load "
+            "the step with the saved number of ranks and workers, or save at the end of an epoch"
         )
 
 
 def _workers_of_dataloader(state: Mapping[str, Any]) -> int:
-    # torchdata 0.11: only a loader with workers has a snapshot of them.
+    # In torchdata 0.11, only the state of a loader with workers has a `_snapshot`.
     return int(state["_snapshot"]["_main_snapshot"]["_num_workers"]) if "_snapshot" in state else 0
 
 
@@ -259,7 +262,7 @@ def _divided_energon(states: Sequence[Mapping[str, Any]], rank: int, size: int) 
     if len(workers) % size:
         raise CheckpointMismatchError(
             f"the {len(workers)} workers of all ranks cannot be divided evenly, and nothing can divide the state of a "
-            "worker: use a number of ranks that divides that of all workers"
+            f"worker: use a number of ranks that divides {len(workers)}"
         )
     count = len(workers) // size
     return {
@@ -274,8 +277,8 @@ _KINDS: Mapping[str, _Kind] = {
     "consumed": _Kind(lambda state: state, _consumed, lambda state: state),
     "share": _Kind(_share, _divided_share, lambda state: sorted(state.items())),
     "streams": _Kind(dict, _dealt_streams, lambda state: sorted(state.items())),
-    # Only this field is compared, because loaders of replicas differ in others: seeds of workers, place of the last
-    # snapshot.
+    # Only this field is compared, because loaders of replicas differ in other fields: the seeds of the workers, the
+    # place of the last snapshot.
     "dataloader": _Kind(dict, _next_epoch, lambda state: state.get("_iterator_finished"), _workers_of_dataloader),
     "energon": _Kind(dict, _divided_energon, lambda state: (len(state["workers"]), state["micro_batch_size"])),
 }

@@ -1,7 +1,8 @@
 """Short lists of tensor names, in which a range stands for the numbers of layers and experts.
 
-`decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes one of about
-twenty entries, whatever the ranks own. Each number of a name can be a range, and an entry stands for all combinations.
+`decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes a list of
+about twenty entries, whichever tensors a rank owns. Each number of a name can be a range, and an entry stands for all
+combinations.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ from math import prod
 
 from mcore_ckpt.sharding.names import natural_order, natural_orders
 
-# A number in a name. Digits that begin with a zero, and very long ones, count as text, so that no name changes.
+# A number in a name. Digits that begin with a zero, and very long numbers, count as text, because a name would change
+# if they were read as numbers.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 _NUMBERS = re.compile(r"(\[[0-9,-]+\]|(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9]))")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-# Takes the place of a number in a pattern.
+# The character that stands for a number in a pattern.
 _ANY = "\0"
 # Begins the entry of a name that contains a bracket, because the bracket would be read as a range otherwise.
 _AS_IT_IS = "="
-# The most names that lists may stand for together. A manifest has room for a sixth of them. Without a limit, a few
+# The most names that lists may stand for together. A manifest can list a sixth of this number. Without a limit, a few
 # characters could stand for any number of names.
 _MOST_NAMES = 1 << 24
-# Stands for the last number of a name without numbers.
+# Used as the last number of a name that has no numbers.
 _NONE = "0"
 
 Numbers = tuple[int, ...]
-# For each pattern: the last numbers of the names, by the numbers before the last.
+# Maps a pattern, and the numbers of a name before the last number, to the last numbers of the names that have these.
 _Found = dict[str, dict[Numbers, set[int]]]
-# For each pattern and its ranges before the last: the entries, with their last ranges.
+# Maps a pattern, with all ranges of an entry except the last, to the entries that have these, and each entry to its
+# last range.
 _Alike = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 Ranges = tuple[tuple[int, int], ...]
 
@@ -89,7 +92,7 @@ class OrderedNames:
             }
             for pattern, rows in found.items()
         }
-        # Python's garbage collector need not look at arrays.
+        # Arrays, because Python's garbage collector need not look into them.
         self._positions: dict[str, array[int]] = {}
         for (pattern, firsts), entries in alike.items():
             in_rows = [places[pattern][before] for before in product(*map(_numbers, firsts))]
@@ -135,7 +138,7 @@ def _has(ranges: Ranges, number: int) -> bool:
 
 
 def _split(name: str) -> tuple[str, Numbers]:
-    """Returns a name's pattern, and the numbers that it has in the places of `_ANY`."""
+    """Returns a name's pattern, and the numbers that `_ANY` replaces in the pattern."""
     if "[" in name or name.startswith(_AS_IT_IS):
         return _AS_IT_IS + name, ()
     parts = _NUMBER.split(name)
@@ -149,10 +152,10 @@ def _read(entry: str) -> tuple[str, tuple[Ranges, ...]]:
     return pattern, tuple(map(_ranges, texts))
 
 
-# A rank's files and its param groups have the same entries.
+# The result is cached, because a rank's files and its param groups have the same entries.
 @lru_cache(maxsize=1 << 15)
 def _texts(entry: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the pattern of an entry, and the text of the numbers in each place."""
+    """Returns the pattern of an entry, and the text of each number or range in it."""
     if entry.startswith(_AS_IT_IS):
         return entry, ()
     parts = _NUMBERS.split(entry)
@@ -160,9 +163,9 @@ def _texts(entry: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _alike(lists: Iterable[Iterable[str]]) -> _Alike:
-    """Groups entries that differ only in their last ranges, so that the numbers before are combined once for all.
+    """Groups entries that differ only in their last ranges, so that the numbers before the last are combined only once.
 
-    Most entries of thousands of ranks differ in the numbers of experts. Raises ValueError, see `join`.
+    Most entries of thousands of ranks differ in the numbers of experts. Raises ValueError as `join` does.
     """
     found: _Alike = {}
     for entry in set().union(*lists):
@@ -231,9 +234,9 @@ def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
 
 
 def _boxes(by_first: Mapping[Numbers, Iterable[int]]) -> Iterator[tuple[str, ...]]:
-    """Divides combinations of numbers into boxes: a text of ranges for each place.
+    """Divides combinations of numbers into boxes. A box has a text of ranges for each place of a number.
 
-    `by_first` maps the numbers before the last one to the last numbers.
+    `by_first` maps all numbers of a combination except the last to the last numbers.
     """
     firsts: dict[frozenset[int], list[Numbers]] = {}
     for before, last in by_first.items():

@@ -1,4 +1,4 @@
-"""Makes the names of one pipeline chunk's tensors global: the numbers of layers and experts, and the spelling."""
+"""Makes the names of a pipeline chunk's tensors global: the numbers of layers and experts, and the spelling."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 _NUMBER = re.compile(r"\d+")
-# Characters below and above all those of a name.
+# A character that sorts before all characters of names, and one that sorts after them.
 _LOWEST, _HIGHEST = "\0", "\U0010ffff"
 
 
@@ -124,7 +124,8 @@ def natural_order(name: str) -> str:
 
     The key is one string, because a commit sorts 100,000 names, and comparing tuples takes several times as long.
     """
-    # No number has a dot, so the keys of both parts can be joined. Most names of a model share both with others.
+    # No number contains a dot, so the name can be cut at its last dot and the keys of both parts joined. `_key_of`
+    # caches these keys, because each part occurs in many names.
     key = ".".join(map(_key_of, name.rsplit(".", 1)))
     return _HIGHEST + key if key.startswith(_LOWEST) else key
 

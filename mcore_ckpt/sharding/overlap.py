@@ -39,7 +39,7 @@ class Overlap:
 
     Attributes:
         rows: pairs (number of a stored region, rows of this region), sorted by destination.
-        missing: how many wanted elements lie within the stored global shape, but in no stored region.
+        missing: how many wanted elements lie within the stored global shape, but in none of the stored regions.
         outside: how many wanted elements lie beyond the stored global shape.
     """
 

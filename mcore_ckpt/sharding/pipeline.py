@@ -1,4 +1,4 @@
-"""Computes, only from the config, which layers a (virtual) pipeline stage holds.
+"""Computes from the config alone which layers a (virtual) pipeline stage holds.
 
 Tools use this module to plan another layout without a model, and tests compare its numbers with megatron's. A save does
 not need the module, because a live model knows the numbers of its layers (`layer.layer_number`).

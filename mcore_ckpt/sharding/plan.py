@@ -31,7 +31,7 @@ class ShardKey:
 
 @dataclass(frozen=True)
 class Coding:
-    """Says how the values of a shard, which are float32, follow from its stored elements.
+    """Says how the float32 values of a shard follow from its stored elements.
 
     Exactly one of `scale` and `upper` is set.
 
@@ -63,8 +63,8 @@ class StoredShard:
         crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
         coding: how the values follow from the stored elements. None if the stored elements are the values.
         beside: for bound state (SOAP's eigenbases), the kind of the shard to which it belongs. That shard is of the
-            same tensor, and in the same file. `region` is then the whole bound state. None if `region` is a part of the
-            global tensor.
+            same tensor, and in the same file. In this case `region` is the whole bound state. None if `region` is a
+            part of the global tensor.
     """
 
     key: ShardKey
@@ -79,7 +79,7 @@ class StoredShard:
 
     @property
     def as_stored(self) -> StoredShard:
-        """The same bytes as a shard whose values are the stored elements."""
+        """This shard without its coding: a shard of the same bytes, whose values are the stored elements."""
         return self if self.coding is None else replace(self, dtype=self.coding.dtype, coding=None)
 
 
@@ -92,7 +92,7 @@ class ReadRange:
 
     @staticmethod
     def whole(stored: StoredShard) -> ReadRange:
-        """Returns the range of all elements of a shard, for a tensor with only one shard."""
+        """Returns the range of all elements of a shard, which must be the only shard of its tensor."""
         return ReadRange(stored, Rows(0, 0, stored.region.numel))
 
 

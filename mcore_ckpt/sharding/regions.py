@@ -1,4 +1,4 @@
-"""Describes which part of a global tensor is held by a local tensor, or by a flat range of a local tensor."""
+"""Describes which part of a global tensor a local tensor, or a flat range of that tensor, holds."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ class Region:
         return Region(self.global_shape, self.local_shape, self.pieces, (start, stop))
 
     def same_local(self, other: Region) -> bool:
-        """Returns True if both regions have the same local tensor, so that flat positions mean the same elements."""
+        """Returns True if both regions are of the same local tensor.
+
+        Then equal flat positions mean the same elements.
+        """
         mine, theirs = ((each.global_shape, each.local_shape, each.pieces) for each in (self, other))
         return mine == theirs
 

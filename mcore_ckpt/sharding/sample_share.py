@@ -1,8 +1,8 @@
 """Divides the samples of a data set among data-parallel ranks, and divides anew what is left of them.
 
 A share is every `size`-th of the samples that were left at the last division. So ranks that have taken equally many
-samples are described by two numbers. If some ranks are ahead, the samples that the others still have to take are listed
-one by one, and come first after the next division.
+samples are described by two numbers. If some ranks are ahead, the samples that the other ranks still have to take are
+listed one by one, and come first after the next division.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mcore_ckpt.errors import InvalidArgumentError
 
-# How many samples may be listed. The list is in every rank's checkpoint.
+# How many samples may be listed. Every rank stores the list in its checkpoint.
 _MOST_LEFT = 1 << 20
 
 
@@ -26,7 +26,7 @@ class SampleShare:
     Attributes:
         rank, size: the data-parallel rank and size.
         taken: how many of its samples the rank has taken.
-        start: all samples from this one on are divided among the ranks, after those in `left`.
+        start: all samples from this number on are divided among the ranks, after the samples in `left`.
         left: samples before `start` that no rank had taken at the last division.
 
     Example:
@@ -47,7 +47,7 @@ class SampleShare:
             raise InvalidArgumentError(f"rank is {self.rank} of {self.size}: use a data-parallel rank below its size")
 
     def after(self, count: int) -> SampleShare:
-        """Returns the share after the rank has taken `count` more samples."""
+        """Returns this share as it is after the rank has taken `count` more samples."""
         return replace(self, taken=self.taken + count)
 
     def samples(self) -> Iterator[int]:
@@ -62,7 +62,7 @@ class SampleShare:
 
 
 def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleShare:
-    """Divides what is left of the samples among another number of ranks.
+    """Divides the samples that are left among another number of ranks.
 
     Args:
         shares: the shares of all ranks, in order.
@@ -77,13 +77,13 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
     if len(shares) != first.size:
         raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size}")
     taken = [share.taken for share in shares]
-    # All ranks have one order of places. Every place before `begin` has been taken, and no place from `end` on.
+    # The places of all ranks are numbered together. Every place before `begin` has been taken, and none from `end` on.
     begin = min(taken) * len(shares)
     end = max(number + (count - 1) * len(shares) + 1 if count else 0 for number, count in enumerate(taken))
     if end - begin + len(first.left) > _MOST_LEFT:
         raise InvalidArgumentError(
-            f"they have taken from {min(taken)} to {max(taken)} samples, and ranks that are so far apart cannot be "
-            "divided anew: load the step with the saved number of ranks"
+            f"the ranks have taken {min(taken)} to {max(taken)} samples each, and are too far apart to divide the rest "
+            "anew: load the step with the saved number of ranks"
         )
     passed_over = [
         first._at(place) for place in range(begin, end) if place // len(shares) >= taken[place % len(shares)]

@@ -1,4 +1,7 @@
-"""Finds data positions in `extra_state`, live or stored; compares those of replicas; collects those of all ranks."""
+"""Finds data positions in `extra_state`, live or stored.
+
+Compares the positions of replicas, and collects the positions of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def digests_of(extra: Any) -> dict[str, str]:
 
 
 def check_replicas(digests: Sequence[Mapping[str, str]], dp: Sequence[int]) -> None:
-    """Checks that ranks of the same data-parallel place have the same positions, as far as they have any.
+    """Checks that ranks of the same data-parallel place do not have different positions.
 
     Args:
         digests: what `digests_of` has returned on each rank.
@@ -76,7 +79,7 @@ def states_at(keys: Keys, by_rank: Sequence[Mapping[str, Any] | None]) -> tuple[
 
 
 def replaced_at(extra: Mapping[str, Any], keys: Keys, value: Any) -> dict[str, Any]:
-    """Returns a copy of nested dicts with another value where `keys` lead."""
+    """Returns a copy of nested dicts with another value at the place that `keys` lead to."""
     first, *rest = keys
     return {**extra, first: replaced_at(extra[first], tuple(rest), value) if rest else value}
 

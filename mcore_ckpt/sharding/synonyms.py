@@ -31,10 +31,10 @@ _FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
 _BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
 _LOCAL = {fused: local for local, fused in _NORMS}
 
-# Modules that versions and models name differently. The canonical name is the key in megatron's own checkpoints.
+# Modules that have different names in versions and models. The canonical name is the key in megatron's own checkpoints.
 _CANONICAL = (
-    # The layer in a layer of multi-token prediction. 0.17 renamed the module (MultiTokenPredictionLayer). In a
-    # HybridModel the module is a stack of layers, which has had this name from the beginning.
+    # The module with the layer of one depth of multi-token prediction. megatron-core 0.17 renamed this module
+    # (MultiTokenPredictionLayer). In a HybridModel the module is a stack of layers, and has always had the newer name.
     (
         re.compile(r"((?:.*\.)?mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.|final_norm\.)(.+)"),
         r"\1transformer_layer.\2",
@@ -42,7 +42,8 @@ _CANONICAL = (
     # The convolution of a MambaMixer was a module until 0.18, and is a parameter of the mixer since 0.19.
     (re.compile(r"((?:.*\.)?mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
 )
-# The last norm of GPTModel, and of MambaModel and HybridModel. Each keeps its name on disk.
+# The last norm: GPTModel calls it `final_layernorm`, MambaModel and HybridModel call it `final_norm`. Both names are
+# kept on disk.
 _LAST_NORMS = {
     f"decoder.{one}.{kind}": f"decoder.{other}.{kind}"
     for one, other in (("final_layernorm", "final_norm"), ("final_norm", "final_layernorm"))
@@ -107,7 +108,7 @@ def in_local_spec(name: str) -> str:
 
 
 def found_as(name: str, names: Container[str]) -> str | None:
-    """Returns `name` or the first of its synonyms that is in `names`. Returns None if none of them is.
+    """Returns `name` or the first of its synonyms that is in `names`. Returns None if `names` has none of them.
 
     The synonyms include those under another program's prefix: a GPTModel finds its tensors in the checkpoint of a
     vision-language model.

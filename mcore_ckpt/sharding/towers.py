@@ -16,13 +16,15 @@ VISUAL, VISION_MODEL = "visual.", "vision_model."
 """The beginnings of the names of a tower's tensors."""
 
 VISION_TOWER, PROJECTOR = "vision_tower.", "mm_projector."
-"""The same for Kimi-K2.5, whose projector lies outside its tower. Both are modules of the model's own Python files."""
+"""The beginnings for Kimi-K2.5's tower, and for its projector outside the tower. Both are modules of its own files."""
 
 _TOWER = re.compile(r"(?:visual|vision_model|vision_projection|vision_tower|mm_projector)\..+")
 _OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")
-# The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). Only these are cut.
+# The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). Tensor parallelism
+# cuts only these.
 _OF_MEGATRON = re.compile(r"vision_model\.(?:decoder|projection|merger\.patch_norm)\..+|vision_projection\..+")
-# A tower has these layers either as megatron's modules, which are cut, or as those of transformers, which are not.
+# In some towers these layers are megatron's modules, which are cut. In others they are transformers' modules, which are
+# not cut.
 _OF_EITHER = re.compile(r"vision_model\.merger\.linear_fc[12]\..+")
 
 
@@ -49,7 +51,7 @@ def is_replicated(name: str) -> bool:
 
 
 def may_be_replicated(name: str) -> bool:
-    """Returns True if a tower can have a tensor both in a module that is cut and in one that is not."""
+    """Returns True if a tensor is in a module that is cut in some towers, and not cut in others."""
     return _OF_EITHER.fullmatch(name) is not None
 
 

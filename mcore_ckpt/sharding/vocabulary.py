@@ -1,4 +1,4 @@
-"""Computes the padding of vocabularies, and decides whether two lengths differ only by padding."""
+"""Computes the padding of vocabularies, and decides whether two numbers of rows differ only by padding."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def padding_is_plausible(tokens: int, rows: int, tp: int | None = None) -> bool:
     """Returns True if megatron can have padded a vocabulary of `tokens` tokens to `rows` rows.
 
     Megatron pads to a multiple of `divisor * tp`. The divisor is unknown here. It is assumed to be the largest power of
-    two, up to 128, for which `rows` is a multiple of `divisor * tp`. If the tensor-parallel size is unknown, one
-    plausible size is enough.
+    two, up to 128, for which `rows` is a multiple of `divisor * tp`. If the tensor-parallel size is unknown, the
+    padding must be possible under one of the plausible sizes.
 
     Example:
         >>> padding_is_plausible(131, 136, 2), padding_is_plausible(131, 264, 2), padding_is_plausible(131, 131, 1)

@@ -144,7 +144,7 @@ def test_sections_are_found_in_what_any_rank_has(lengths: list[int], size: int, 
 @pytest.mark.parametrize("name", [f"{ATTENTION}in_proj.weight", f"{LAYER}mixer.conv1d.bias"])
 @pytest.mark.parametrize("saved", [1, 2])
 def test_a_mixer_in_one_piece_is_not_cut_anew(name: str, saved: int) -> None:
-    with pytest.raises(ValueError, match=rf"where each begins\. Keep the tensor-parallel size of {saved}"):
+    with pytest.raises(ValueError, match=rf"where each section begins\. Keep the tensor-parallel size of {saved}"):
         find_cut(name, {0: Cut(0).region((8, 3), 0, saved)}, saved)
 
 

@@ -77,7 +77,7 @@ def test_ranks_that_are_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_share, "_MOST_LEFT", 10)
     positions = [ShardedPosition.of_share(SampleShare(rank, 2).after(20 * rank)) for rank in range(2)]
     with pytest.raises(
-        CheckpointMismatchError, match=r"extra_state\['data'\] \(share\) was saved on 2 .* from 0 to 20"
+        CheckpointMismatchError, match=r"extra_state\['data'\] \(share\) was saved on 2 .* taken 0 to 20"
     ):
         loaded(positions, 0, 1).for_rank()
     assert loaded(positions, 1, 2).for_rank().taken == 20
