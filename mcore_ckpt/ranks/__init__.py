@@ -3,7 +3,7 @@
 Public names, for integrations and commands:
 
 - `rendezvous` waits for all ranks, and returns the `Agreement` that connects this rank with them;
-- `job_agreement` connects the processes of a command, and `Seat` is the place of one among them;
+- `job_agreement` connects the processes of a command, and `Seat` is the place of one process among them;
 - `single_process_agreement` returns the `Agreement` of a process that works alone;
 - `agree` returns rank 0's answer on every rank, or raises the same error on every rank;
 - `read_topology` returns this rank's coordinates and the sizes of the layout.

@@ -1,4 +1,4 @@
-"""Finds the address under which the other nodes of the job reach this one."""
+"""Finds the address under which the other nodes of the job reach this node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address() -> str:
-    """Returns this node's address. Raises InvalidStateError if the interface has none, or MASTER_ADDR is not reached.
+    """Returns this node's address.
+
+    Raises InvalidStateError if the interface has no address, or if there is no way to MASTER_ADDR.
 
     The variable GLOO_SOCKET_IFNAME names the interface, as for torch's gloo. Without it, the interface is the one that
     reaches MASTER_ADDR, because all nodes reach each other through the network on which they reach rank 0.
@@ -26,12 +28,12 @@ def own_address() -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing, but chooses the interface
+            probe.connect(address)  # sends nothing, but makes the system choose the interface
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidStateError(
             f"this node's address cannot be found, because there is no way to MASTER_ADDR={master} ({error}): name the "
-            "interface to use, GLOO_SOCKET_IFNAME=eth0"
+            "interface to use, such as GLOO_SOCKET_IFNAME=eth0"
         ) from error
 
 

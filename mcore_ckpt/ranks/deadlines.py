@@ -7,8 +7,8 @@ from __future__ import annotations
 # that are still above the second size are refused.
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
-# The most bytes that a compressed message can become: in all, and for each compressed byte. Names of tensors become 20
-# to 30 times as long. Without a limit, a few bytes could become any number.
+# The largest size of a decompressed message: in all, and for each compressed byte. Lists of tensor names become 20 to
+# 30 times as long. Without a limit, a few bytes could fill the memory.
 UNPACKED_BYTES = 256 << 20
 MOST_UNPACKED_PER_BYTE = 100
 
@@ -17,22 +17,23 @@ MOST_UNPACKED_PER_BYTE = 100
 POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
-# The longest pause is this many seconds times the number of ranks. So thousands of ranks together ask at most 10,000
-# times a second while one of them writes for a minute. The pause is still only a tenth of the time that they have
+# The longest pause is this many seconds times the number of ranks. So thousands of ranks together send at most 10,000
+# requests a second while one rank writes for a minute. Even this pause is only about a tenth of the time that they have
 # waited.
 POLL_MOST_PER_RANK_S = 0.0001
 
 # How many ranks' messages rank 0 asks for at a time.
 RANKS_AT_ONCE = 256
 
-# How many seconds longer than rank 0 the other ranks wait. Rank 0 knows which rank is silent, and the other ranks must
-# still be waiting when rank 0 announces it.
+# How many seconds longer than rank 0 the other ranks wait. Rank 0 finds out which rank is silent, and the other ranks
+# must still be waiting when rank 0 tells them.
 EXTRA_WAIT_S = 1.5
 
-# How long the processes of a command wait for each other before they say so (seconds).
+# How long the processes of a command wait for each other before they log that they wait (seconds).
 NOTICE_S = 3.0
 
-# How long one call to the file system may hold up an async save, in seconds. Then the trainer goes on without it.
+# How long one call to the file system may hold up an async save, in seconds. After that the trainer goes on without the
+# save.
 DISK_PATIENCE_S = 2.0
 
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).

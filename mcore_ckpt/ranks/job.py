@@ -1,6 +1,6 @@
 """Connects the processes of a command that torchrun, or another launcher with the same variables, has started.
 
-It uses no process group, because that would wait half an hour for a dead rank, and would not name the rank.
+This module uses no process group. A process group would wait half an hour for a dead rank, and would not name the rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Seat:
         rank = int(variables["RANK"])
         if not 0 <= rank < world_size:
             raise ValueError(f"RANK is {rank}, WORLD_SIZE is {world_size}")
-        # torchrun's agent hosts a store already, unless it is told not to.
+        # torchrun's agent already hosts a store, unless torchrun was told not to.
         hosts_store = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return Seat(rank, world_size, (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), hosts_store)
 
@@ -51,14 +51,14 @@ class Seat:
 def job_agreement(name: str, seat: Seat | None, timeout_s: float, start_s: float) -> Iterator[Agreement]:
     """Yields the agreement of all processes of a command, or of this process alone.
 
-    A process that a rank of a training has started inherits the training's variables, and would wait for processes that
-    nobody has started. So it says soon that it waits, and what to do.
+    If a rank of a training starts a command, the command inherits the training's variables, and waits for processes
+    that nobody has started. So it soon logs that it waits, and what to do.
 
     Args:
         name: the command's name.
         seat: the place of this process; None if it works alone.
-        timeout_s: the timeout of each wait once all have met, in seconds.
-        start_s: how long a process waits for the others to start, in seconds.
+        timeout_s: the timeout of each wait after all processes have met, in seconds.
+        start_s: how long a process waits for the other processes to start, in seconds.
 
     Raises AgreementError if a rank is missing.
     """
@@ -94,9 +94,9 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
 
 
 def _leave(name: str, agreement: Agreement) -> None:
-    """Ends together with the others.
+    """Waits, on rank 0, until all processes have left the agreement.
 
-    If rank 0 hosts the store, the others must read the last message before rank 0 ends.
+    If rank 0 hosts the store, the other processes must read the last message before rank 0 ends.
     """
     with suppress(CheckpointError), store_failures(name, AgreementError):
         round_ = agreement.begin("leaving", timeout_s=deadlines.EXIT_WAIT_S)

@@ -23,9 +23,9 @@ Message = dict[str, Any]
 
 # The first byte of a compressed message. An uncompressed message begins with a brace.
 _COMPRESSED = b"z"
-# How many bytes one compressed byte can become: zlib encodes 258 bytes as two codes, each of one bit or more.
+# How many bytes one compressed byte can become: zlib encodes 258 bytes as two codes of at least one bit each.
 _MOST_OF_ZLIB = 1032
-# How many compressed bytes are decompressed at a time to count what they become.
+# How many compressed bytes are decompressed at a time to count the decompressed bytes.
 _UNZIP_AT_ONCE = 128
 # Even the shortest compressed message may become this long, in bytes.
 _ANY_UNPACKED = 2 << 20
@@ -36,7 +36,7 @@ _NO_VALUE = "-"
 
 @dataclass
 class WaitLimit:
-    """The time, by `time.monotonic()`, at which every wait ends, even if the deadline of the wait is later."""
+    """The time, by `time.monotonic()`, at which every wait ends, even if its own deadline is later."""
 
     at: float = math.inf
 
@@ -49,7 +49,7 @@ def encode(message: Message) -> bytes:
 def pack(message: Message) -> bytes:
     """Encodes a message for the store.
 
-    Raises ValueError if that is impossible, or the result is larger than the store accepts.
+    Raises ValueError if the message cannot be encoded, or the result is larger than the store accepts.
     """
     data = encode(message)
     if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
@@ -77,15 +77,16 @@ def unpack(data: bytes) -> Message:
         message = msgspec.json.decode(text)  # the quicker parser, because rank 0 has thousands of messages
     except RecursionError:
         raise ValueError("a message nests its values more deeply than Python can follow") from None
-    except msgspec.MsgspecError as error:  # no ValueError before msgspec 0.21
+    except msgspec.MsgspecError as error:  # this is no ValueError before msgspec 0.21
         raise ValueError(str(error)) from None
     return message
 
 
 def unzip(data: bytes) -> bytes:
-    """Decompresses what another rank has compressed with zlib.
+    """Decompresses data that another rank has compressed with zlib.
 
-    Raises ValueError if the result would be larger than a rank's data can become, before memory is taken for it.
+    Raises ValueError, before memory is allocated for the result, if the result would be larger than a rank's data can
+    be.
     """
     most, nbytes = _most_unpacked(len(data)), 0
     try:
@@ -121,9 +122,9 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
 def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], object] = len) -> Callable[[], bool]:
     """Returns a function for `poll` that returns True once the store has all keys.
 
-    It asks for RANKS_AT_ONCE keys at a time and never again for keys that were there, because a request for thousands
-    of keys holds up this process's other threads, and is repeated at each poll. It calls `found` once with each part of
-    the keys that is there completely, in their order.
+    The function asks for RANKS_AT_ONCE keys at a time, and never again for keys that were there. Otherwise each poll
+    would ask for thousands of keys, which holds up this process's other threads. It calls `found` with each batch of
+    keys once, in order, when the store has all keys of the batch.
     """
     parts = [keys[start : start + deadlines.RANKS_AT_ONCE] for start in range(0, len(keys), deadlines.RANKS_AT_ONCE)]
     parts.reverse()
@@ -143,7 +144,7 @@ def value_of(store: Any, key: str) -> bytes | None:
 
 
 def is_shared(store: Any) -> bool:
-    """False for a store in the memory of this process: a forked child has its own copy of it."""
+    """False for a store in the memory of this process, of which a forked child has its own copy."""
     if isinstance(store, OwnStore):
         return False
     import torch.distributed as dist
@@ -161,12 +162,12 @@ def has_any(store: Any, *keys: str) -> bool:
 def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit) -> bool:
     """Calls `ready` until it returns True. Returns False if the deadline or the limit passes first.
 
-    `pollers` is the number of ranks that may poll the store at the same time, and make it slow for each other.
+    `pollers` is the number of ranks that may poll the store at the same time, and slow each other down.
 
     Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
     """
     started = time.monotonic()
-    # Each pause is about a tenth of the time waited so far, which keeps the delay and the number of requests small.
+    # Each pause is about a tenth of the time waited so far. This keeps both the delay and the number of requests small.
     shortest = max(deadlines.POLL_FIRST_S, pollers * deadlines.POLL_PER_RANK_S)
     longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
@@ -194,7 +195,10 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
 
 
 def timeout_of(rank: int, timeout_s: float) -> float:
-    """Returns how long a rank waits, in seconds: others wait longer than rank 0, which can then say who is silent."""
+    """Returns how long a rank waits, in seconds.
+
+    Other ranks wait longer than rank 0, so that rank 0 can tell them who is silent.
+    """
     return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.EXTRA_WAIT_S)
 
 

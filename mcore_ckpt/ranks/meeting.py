@@ -1,15 +1,14 @@
 """Lets ranks meet under a name that no earlier group of ranks has used.
 
 The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers with the store of the
-dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everything the dead workers wrote is still in
-it. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an
-answer.
+dead workers (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), which still contains all their keys. With
+numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an answer.
 
-So names are not numbered: rank 0 calls out a new name, and goes on when all have answered.
+So names are random: rank 0 publishes a new name, and goes on when all other ranks have answered.
 
-No key stays. Each rank deletes its submission when it begins a later round. Rank 0 deletes the outcome of a round when
-all ranks have submitted to a later one, because it can be several failed rounds ahead of the other ranks. The last rank
-that closes deletes the rest.
+All keys are deleted in the end. Each rank deletes its submission when it begins a later round. Rank 0 can be several
+failed rounds ahead of the other ranks, so it deletes the outcome of a round only when all ranks have submitted to a
+later round. The last rank that closes deletes all other keys.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from mcore_ckpt.ranks.rounds import Agreement
 def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
     """Waits for all ranks of the job, and returns the `Agreement` that connects this rank with them.
 
-    All ranks must call it with the same names in the same order. The agreement has its own client of the job's store,
-    so nothing else waits on that client. A process without a process group gets its own store.
+    All ranks must call this function with the same names in the same order. The agreement has its own client of the
+    job's store, so nothing else waits on that client. In a process without a process group, the agreement has its own
+    store.
 
     Args:
         name: the name of the rendezvous, the same on all ranks.
@@ -74,7 +74,7 @@ def rendezvous_at(
     host: Any = None,
     start_s: float | None = None,
 ) -> Agreement:
-    """Does what `rendezvous` does on a given store, which needs no process group.
+    """Does the same as `rendezvous` on a given store, without a process group.
 
     `topic` is for messages. `start_s` is how long to wait for ranks that have not started yet; None: `timeout_s`. The
     other arguments are those of `Agreement`.
@@ -86,7 +86,7 @@ def rendezvous_at(
 
 
 def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Publishes a new name, waits until all other ranks have answered, and confirms each answer. Rank 0 runs it."""
+    """Runs on rank 0: publishes a new name, waits until all other ranks have answered, and confirms each answer."""
     name = uuid.uuid4().hex
     answers = [_answer_key(namespace, name, other) for other in range(1, world_size)]
     if not answers:
@@ -106,10 +106,11 @@ def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, ti
 
 
 def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Answers rank 0's call, which is a new name, and waits until rank 0 confirms the answer. Returns the name.
+    """Answers the new name that rank 0 has published, and waits until rank 0 confirms the answer. Returns the name.
 
-    All ranks except rank 0 run it. The answer contains a random word, and rank 0 confirms that word. So a rank ignores
-    a confirmation that was meant for a dead process. If rank 0 calls again with another name, the rank answers again.
+    All ranks except rank 0 run this function. The answer contains a random word, and rank 0 confirms that word. So a
+    rank ignores a confirmation that was meant for a dead process. If rank 0 publishes another name, the rank answers
+    again.
     """
     call, name, heard = f"{namespace}/call", "", ""
 
@@ -117,13 +118,13 @@ def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout
         nonlocal name, heard
         value = value_of(store, call)
         called = name if value is None else value.decode()
-        # Read the call before the confirmation. Rank 0 confirms all answers to one call before it makes the next call,
-        # so a rank that sees the next call also finds its answer to the last call confirmed.
+        # Read the name before the confirmation. Rank 0 confirms all answers to a name before it publishes the next
+        # name. So a rank that has seen the next name also finds the confirmation of its answer to the previous name.
         if heard and store.check([heard]):
             return True
         if called != name:
             if heard:
-                # A dead rank 0 made the call that this rank answered, and nobody else deletes the answer.
+                # This rank has answered a name of a dead rank 0. Nobody else deletes that answer.
                 store.delete_key(_answer_key(namespace, name, rank))
             name, word = called, uuid.uuid4().hex
             heard = _heard_key(namespace, name, rank, word)

@@ -13,9 +13,9 @@ class Node:
     """One node of the job: a machine, or a container with its own folders.
 
     Attributes:
-        host: what `hosts.this_host` returns there.
+        host: the result of `hosts.this_host` on the node.
         domain: the failure domain, such as a rack. Nodes that fail together have the same domain.
-        ranks: the world ranks that run there, ascending. The first one is the node's lead.
+        ranks: the world ranks that run on the node, ascending. The first of these ranks is the node's lead.
         address: "host:port" of the lead's peer server; empty until it is known.
     """
 
@@ -26,7 +26,7 @@ class Node:
 
     @property
     def lead(self) -> int:
-        """The rank that does all work needed once per node."""
+        """The rank that does all work that is needed once per node."""
         return self.ranks[0]
 
     @property
@@ -90,16 +90,16 @@ class NodeMap:
         """Returns the nodes that copies of a node's files may go to, the best first.
 
         These are the nodes of other failure domains. A node of a domain that has no copy yet precedes all nodes of
-        domains that have one. Without domains, the next node is the first.
+        domains that have one. If no domains are given, the node with the next number is the best.
         """
-        if number not in self._preferred:  # a save asks once for each file
+        if number not in self._preferred:  # cached, because a save asks once for each file
             self._preferred[number] = self._in_order(number)
         return self._preferred[number]
 
     def _in_order(self, number: int) -> tuple[int, ...]:
-        # Nodes are ordered by domain, so a step as long as the largest domain leads out of every domain. Because all
-        # nodes take the same step, each node gets the copies of one other. If instead each took the first node of the
-        # next domain, that node would get the copies of a whole domain.
+        # Nodes are ordered by domain, so a step of as many nodes as the largest domain has leads out of every domain.
+        # All nodes take the same step, so each node gets the copies of one other node. If each node took the first node
+        # of the next domain, that first node would get the copies of a whole domain.
         in_order, step = self._by_domain
         count, at = len(in_order), in_order.index(number)
         steps = (*range(step, step * count, step), *range(1, count))
@@ -125,7 +125,7 @@ class NodeMap:
         """Groups replicas of a file by node. The replicas on one node together write the file into the node's folder.
 
         There is one group on the node of the first replica, and one on each of up to `copies` other nodes, which then
-        need no copy. The other replicas do not write.
+        need no copy. Replicas in no group do not write.
         """
         by_node, home = self.by_node(replicas), self.number_of(replicas[0])
         others = [node for node in self.preferred(home) if node in by_node][:copies]

@@ -1,4 +1,4 @@
-"""One round of ranks that agree (`rounds.py`): keys of the store have what each rank submits, and the outcome."""
+"""One round of ranks that agree (`rounds.py`). Keys of the store contain each rank's submission, and the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_ckpt.ranks.key_value_store import (
     unpack,
 )
 
-# A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
+# A record that a rank submits, or that all ranks get. It consists of plain JSON values.
 Record = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ def _submission_keys(prefix: str, world_size: int) -> list[str]:
 
 
 def waiting_key(prefix: str, rank: int) -> str:
-    """Returns the key that says that a rank waits for another one in the round with this prefix."""
+    """Returns the key that says that a rank waits for another rank in the round with this prefix."""
     return f"{prefix}/waiting/{rank}"
 
 
@@ -48,7 +48,7 @@ class Round:
     Attributes:
         has_submitted: whether this rank has submitted its record or its error.
         has_all_submissions: whether rank 0 has seen that all ranks have submitted.
-        is_over: whether this rank has heard what rank 0 announced.
+        is_over: whether this rank has read what rank 0 announced.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Round:
         return submission_key(self.prefix, self._rank), f"{self.prefix}/outcome", f"{self.prefix}/done"
 
     def shorten_deadline(self, seconds: float) -> None:
-        """Moves the deadline to `seconds` from now, unless it is earlier already."""
+        """Moves the deadline to `seconds` from now, unless the deadline is earlier already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def restart_deadline(self) -> None:
@@ -105,10 +105,10 @@ class Round:
     def leave(self, error: BaseException) -> Record | None:
         """Fails the round, because `error` has interrupted this rank. Any rank except rank 0 may call it.
 
-        Returns None. If rank 0 acts already, it is too late: returns the record that the others get.
+        Returns None, or, if rank 0 has already claimed the outcome, the record that the other ranks get.
         """
         if not self.is_over:
-            self.fail(error)  # in place of the record, which rank 0 may have read already
+            self.fail(error)  # replaces the record, which rank 0 may have read already
             outcome = self._set_outcome({"error": to_record(error, self._rank)})
             self.restart_deadline()
             done = f"{self.prefix}/done"
@@ -127,7 +127,7 @@ class Round:
         messages: list[Record] = []
 
         def receive(there: Sequence[str]) -> None:
-            # One request for many messages, because thousands of requests would delay all ranks by a second.
+            # This is one request for many messages, because thousands of requests would delay all ranks by a second.
             messages.extend(map(unpack, self._store.multi_get(list(there))))
 
         # Most messages are read and decoded while rank 0 waits for the last rank.
@@ -154,7 +154,8 @@ class Round:
     def _silence(self, keys: Sequence[str]) -> str:
         absent = set(missing(self._store, keys))
         silent = [rank for rank, key in enumerate(keys) if key in absent]
-        # A rank that waits for another one is alive, so it is not named. If all silent ranks wait, all are named.
+        # A rank that waits for another rank is alive, so the error does not name it. If all silent ranks wait, the
+        # error names all.
         waiting = [rank for rank in silent if self._store.check([waiting_key(self.prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
         return silence_of(self._topic, silent, self._timeout_s)
@@ -175,8 +176,8 @@ class Round:
     def announce_failure(self, error: BaseException) -> Record | None:
         """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
 
-        If a rank had given up before, its error stays the outcome, and all other ranks raise that error. Then this
-        method returns the record of that error. Otherwise it returns None.
+        If a rank had given up before, the error of that rank stays the outcome, and all other ranks raise that error.
+        In this case the record of that error is returned, otherwise None.
         """
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
@@ -187,7 +188,8 @@ class Round:
         """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call it.
 
         If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
-        stays silent, only the disk shows what it did. Raises the announced error, or `default` if rank 0 is silent.
+        stays silent, only the disk shows what it did. Raises the error that rank 0 announces, or `default` if rank 0 is
+        silent.
         """
         done = f"{self.prefix}/done"
         if not self._wait(lambda: self._store.check([done])):
@@ -221,6 +223,6 @@ class Round:
         self._store.set(key, pack(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        # Only rank 0 waits for submissions. All others wait for rank 0's outcome at the same time.
+        # Only rank 0 waits for submissions. All other ranks wait for rank 0's outcome at the same time.
         pollers = 1 if self._rank == 0 else self._world_size
         return poll(ready, pollers, self._deadline, self._limit)

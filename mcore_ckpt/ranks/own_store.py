@@ -15,7 +15,7 @@ class OwnStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         # A save has rounds on another thread, with the same store. The lock is reentrant, because a signal handler of
-        # the trainer may close a manager, which uses the store, too.
+        # the trainer may close a manager while this thread holds the lock, and closing uses the store, too.
         self._lock = RLock()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -37,9 +37,10 @@ class OwnStore:
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key if it has the expected value; "" also means a missing key. Returns its value afterwards.
+        """Sets a key if it has the expected value; "" also means a missing key.
 
-        If the key is missing and a value was expected, it returns the expected value.
+        Returns the value of the key afterwards. If the key is missing and a value was expected, returns the expected
+        value.
         """
         with self._lock:
             found = self._values.get(key)
@@ -57,7 +58,7 @@ class OwnStore:
         return self._values.pop(key, None) is not None
 
     def clone(self) -> OwnStore:
-        """Returns this store itself. No call waits, so it can have several users."""
+        """Returns this store itself. No call waits, so several threads can use one store."""
         return self
 
 

@@ -23,9 +23,9 @@ class ProcessGroups:
 
     Attributes:
         tp, pp, cp, dp: tensor, pipeline, context and data parallelism.
-        dp_cp: data and context parallelism together. Its ranks hold the same dense tensors.
+        dp_cp: data and context parallelism together. The ranks of `dp_cp` hold the same dense tensors.
         ep, etp, edp: expert parallelism, and tensor and data parallelism of the experts. The ranks of `edp` hold the
-            same experts. All three are None if the trainer made no groups for experts.
+            same experts. `ep`, `etp` and `edp` are None if the trainer made no groups for experts.
         instances: connects the distributed optimizer's instances. None if there is one instance.
     """
 
@@ -50,8 +50,8 @@ def has_process_group() -> bool:
 def find_process_groups(model: Any = None) -> ProcessGroups | None:
     """Returns the process groups that a model was built with, or the groups of `parallel_state`.
 
-    The groups of the unwrapped model's `pg_collection` are used, and `parallel_state` for groups that the collection
-    lacks. Returns None if torch.distributed is not initialized, so that this process is the only rank.
+    Each group is taken from the unwrapped model's `pg_collection`, or from `parallel_state` if the collection lacks the
+    group. Returns None if torch.distributed is not initialized, because this process is then the only rank.
 
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
@@ -66,7 +66,7 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
             "torch.distributed is initialized but megatron's parallel_state is not: call "
             "parallel_state.initialize_model_parallel(...) first, or build the model with a pg_collection"
         )
-    # A field that was never set is an attribute that is missing (until 0.18) or None (0.19).
+    # If a field was never set, the attribute is missing (until 0.18), or None (0.19).
     found: dict[str, Any] = {
         name: getattr(collection, name, None) or getattr(default, name, None) for name in (*_NEEDED, *_OTHERS)
     }

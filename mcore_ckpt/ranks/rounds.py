@@ -5,11 +5,11 @@ outcome is one key that is set only once (compare-and-set). So either a rank giv
 never both.
 
 Calls (`Agreement.call`) are counted, and rounds are numbered within their call. So a rank may leave a call at any
-moment with an exception: it fails the round that the others come to next, and in the next call it is at the same round
-as they are. This is how an exception of a signal handler ends a call. The opening of a save and its commit are rounds
-of two agreements. So a rank that is interrupted between the two names the round of the commit in order to fail it. If
-rank 0 fails in a round that another rank has given up, rank 0 raises the error of that rank: with an error of another
-type, rank 0 alone would go on to an older checkpoint.
+moment with an exception: the rank fails the round that the other ranks come to next, and in the next call all ranks
+begin with the same round. This is how an exception of a signal handler ends a call. The opening of a save and the
+commit are rounds of two agreements. So the round of the commit has a name, by which a rank that is interrupted between
+the two fails it. If rank 0 fails in a round that another rank has given up, rank 0 raises the error of that rank: with
+an error of another type, rank 0 alone would go on to an older checkpoint.
 
 A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
 a wait that times out leaves C++ warnings on stderr and an unusable client.
@@ -40,11 +40,11 @@ from mcore_ckpt.ranks.key_value_store import (
     store_failures,
     unpack,
 )
-from mcore_ckpt.ranks.one_round import Record as Record  # whoever agrees imports it from here
+from mcore_ckpt.ranks.one_round import Record as Record  # for modules that use `decide`
 from mcore_ckpt.ranks.one_round import Round, submission_key, waiting_key
 from mcore_ckpt.ranks.own_store import OwnStore
 
-# Each rank that closes adds 1 to a number in the store, and this as well if the rank has keys left.
+# Each rank that closes adds 1 to a number in the store. If the rank has keys left, it also adds this number.
 _HAS_KEYS = 1 << 32
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Started(Protocol[Result]):
 
 
 class Runner(Protocol):
-    """Does the work of a rank in a round; `io.disk_watch.DiskWatch` gives it up if the disk hangs."""
+    """Does the work of a rank in a round. `io.disk_watch.DiskWatch` gives the work up if the disk hangs."""
 
     def run(self, work: Callable[[], T]) -> T: ...
     def start(self, work: Callable[[], T]) -> Started[T]: ...
@@ -113,7 +113,8 @@ class Agreement:
 
     Attributes:
         runner: does this rank's work in each round.
-        decided: what all ranks got in the last round of the present call, even if this rank was interrupted meanwhile.
+        decided: the record that all ranks got in the last round of the present call, even if this rank was interrupted
+            meanwhile.
         is_closed: True once this rank has deleted its keys.
     """
 
@@ -129,10 +130,10 @@ class Agreement:
         self._home = Home()
         self._calls = 0
         self._rounds: int | None = None  # of the present call; None outside of calls
-        # The last round, and earlier rounds in which this rank still has keys.
+        # The last round that this rank has begun, and earlier rounds of which this rank still has keys.
         self._begun: list[Round] = []
-        # The error of the present call that all ranks know of. The error of an earlier call is not kept, because its
-        # traceback keeps the callers' objects, such as the tensors of a training.
+        # The error of the present call that all ranks have learned of. The error of an earlier call is not kept,
+        # because its traceback keeps the callers' objects, such as the tensors of a training.
         self._told: BaseException | None = None
         self.is_closed = False
         self.decided: Record = {}
@@ -185,9 +186,9 @@ class Agreement:
     def call(self, topic: str) -> Iterator[None]:
         """Makes all rounds of the `with` block, however many, belong to one call of all ranks.
 
-        A rank may leave the block with its own exception, such as one of a signal handler: the others are told in the
-        round that they come to next, and in the next call all ranks are at the same round again. An exception of a
-        signal handler is raised unchanged.
+        A rank may leave the block with its own exception, such as one of a signal handler. The other ranks get the
+        exception in the round that they come to next, and in the next call all ranks begin with the same round. An
+        exception of a signal handler is raised unchanged.
         """
         outer, is_outermost = sys.exc_info()[1], self._rounds is None
         try:
@@ -240,8 +241,8 @@ class Agreement:
     def close(self) -> None:
         """Deletes the keys of this rank. Every rank calls it after its last round.
 
-        It waits for nobody and raises nothing. Keys that other ranks may still have to read are deleted by the last
-        rank that closes. In a forked child it does nothing.
+        This method waits for nobody and raises nothing. The last rank that closes deletes the keys that other ranks may
+        still have to read. In a forked child this method does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -275,7 +276,7 @@ class Agreement:
     def limit_waits(self, seconds: float) -> None:
         """Ends all present and future waits within `seconds` from now, or earlier if an earlier call says so.
 
-        An exiting interpreter calls it, and a training whose machine is about to go.
+        Called when the interpreter exits, and when the machine is about to be taken from the training.
         """
         self._limit.at = min(self._limit.at, time.monotonic() + seconds)
 
@@ -297,20 +298,20 @@ class Agreement:
             round_.announce_failure(error)
 
     def has_begun(self, name: str) -> bool:
-        """True if this rank has begun the round of this name, and no later round has made the rank forget that."""
+        """True if this rank has begun the round of this name, and has not deleted its keys of the round since."""
         return any(each.name == name for each in self._begun)
 
     def told(self, error: BaseException) -> None:
-        """Notes that all ranks know that the present round has failed. This rank raises `error` for that."""
+        """Notes that all ranks know of the failure of the present round, for which this rank raises `error`."""
         if self._rounds is not None:
             self._told = error
 
     def _delete_submissions(self) -> None:
-        """Deletes what this rank has submitted to rounds that are over. All ranks except rank 0 call it.
+        """Deletes this rank's submissions to rounds that are over. All ranks except rank 0 call this.
 
-        Each rank deletes its own submissions, because requests of rank 0 for thousands of ranks would hold up the
-        training. A round in which this rank has given up is over when a later round is over. An outer round, to which
-        this rank has not submitted yet, is kept.
+        Each rank deletes its own submissions, because rank 0 would hold up the training with requests for thousands of
+        ranks. A round in which this rank has given up is over when a later round is over. An outer round, to which this
+        rank has not submitted yet, stays in the list.
         """
         over = max((number for number, round_ in enumerate(self._begun) if round_.is_over), default=-1)
         for round_ in [each for each in self._begun[: over + 1] if each.has_submitted]:
@@ -322,9 +323,9 @@ class Agreement:
 
         A rank that has submitted to a round has left all rounds before it.
 
-        A round inside another round (the HuggingFace export of a save) is an exception, because its ranks have not left
-        the outer round. The next round begins only after all ranks have left both rounds, so one inner round is safe. A
-        second inner round would delete the outcome of the outer round.
+        A round inside another round (the HuggingFace export of a save) is an exception: a rank that has submitted to
+        the inner round has not left the outer round. One inner round is safe, because the next round begins only after
+        all ranks have left both rounds. A second inner round would delete the outcome of the outer round.
 
         Rank 0 can be several rounds ahead, if it failed immediately in each of them. The other ranks still need the
         keys of these rounds.
@@ -337,7 +338,7 @@ class Agreement:
 
 
 class Alone(Agreement):
-    """The agreement of a process that works alone. `decide` does its part at once, and raises errors unchanged."""
+    """The agreement of a process that works alone. `decide` does the work at once, and raises errors unchanged."""
 
     def __init__(self) -> None:
         super().__init__(OwnStore(), 0, 1, "mcore_ckpt/alone", 0.0)
@@ -350,14 +351,14 @@ class Done(Generic[T]):
         self._results, self._error = results, error
 
     def record(self) -> Record:
-        """Returns an empty record for the round. Raises the work's error instead, but only once."""
+        """Returns an empty record for the round. If the work has failed, the first call raises its error instead."""
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
             return {}
         finally:
-            del self, error  # else the error and this frame keep each other, and the objects of the callers
+            del self, error  # else the error and this frame keep each other alive, and the callers' objects
 
     def result(self) -> T:
         """Returns the result. Call it after the round has succeeded."""
@@ -402,16 +403,16 @@ def decide(
             every rank gets.
         error: the type to raise for every failure that is not a CheckpointError: another exception, a silent rank, a
             lost store.
-        act: called on rank 0, and only if no rank has given up. Once it is called, no rank can give up any more. It is
-            for an action that must not happen if the round fails, such as a rename.
+        act: an action that must not happen if the round fails, such as a rename. Called on rank 0, and only if no rank
+            has given up. From then on no rank can give up.
         name: a unique name of the round, if a rank may skip the round.
-        timeout_s: the timeout of each wait in this round, in seconds; None for that of the agreement. It is for work
-            that takes some ranks much longer than others.
+        timeout_s: the timeout of each wait in this round, in seconds; None for the agreement's timeout. Set it for work
+            that takes some ranks much longer than other ranks.
 
     Raises:
         CheckpointError: of the same type on all ranks.
-        BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If it was
-            too late to tell them, `Agreement.decided` has what they got instead.
+        BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If rank 0
+            had acted before, they return a record instead, which is then in `Agreement.decided`.
     """
     if isinstance(agreement, Alone):
         record = combine([work()])
@@ -423,8 +424,8 @@ def decide(
         try:
             round_ = agreement.begin(topic, name, timeout_s)
         except BaseException as interrupt:
-            # If the round has no name, `call` tells the others. A CheckpointError or RuntimeError is raised in a forked
-            # child, or when the store is lost: then nobody can be told.
+            # If the round has no name, `call` tells the other ranks. A CheckpointError or RuntimeError means that this
+            # is a forked child, or that the store is lost, so that nobody can be told.
             if name is not None and not isinstance(interrupt, (CheckpointError, RuntimeError)):
                 agreement.fail_next_round(topic, interrupt, name)
             raise
@@ -452,7 +453,7 @@ def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], err
                     agreement.told(interrupt)
         raise
     finally:
-        del own  # else the error and this frame keep each other, and the objects of the callers
+        del own  # else the error and this frame keep each other alive, and the callers' objects
 
 
 def _lead(
@@ -470,12 +471,13 @@ def _lead(
     try:
         own = _work_and_submit(round_, partial(agreement.runner.run, work))
         if own is not None:
-            # Rank 0 has failed, so the round has failed. Rank 0 still collects the errors of other ranks, but it must
-            # announce the failure before they give up.
+            # Rank 0 has failed, so the round has failed. Rank 0 still collects the errors of other ranks, but must
+            # announce the failure before the other ranks give up.
             round_.shorten_deadline(deadlines.EXTRA_WAIT_S / 2)
         records = round_.collect(error)
         result = agreement.runner.run(lambda: combine(records))
-        # A record that cannot be sent must fail here. After the claim, the other ranks would wait for it in vain.
+        # A record that cannot be sent must fail here. After the claim, the other ranks would wait for the record in
+        # vain.
         pack(result)
         round_.claim(error)
         if act is not None:
@@ -498,7 +500,7 @@ def _lead(
             raise failure from (own or failure.__cause__)
         raise told from (own or failure)
     finally:
-        del own, told  # else the error and this frame keep each other, and the objects of the callers
+        del own, told  # else the error and this frame keep each other alive, and the callers' objects
 
 
 def agree(
@@ -519,7 +521,7 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """Returns the one record that all have submitted.
+    """Returns the record, if all ranks have submitted the same one.
 
     Raises `error`, which names the first rank with another record.
     """
@@ -540,7 +542,7 @@ def _work_and_submit(round_: Round, work: Callable[[], Record]) -> BaseException
         round_.restart_deadline()
         round_.fail(failure)
         if is_interrupt(failure):
-            raise  # Ctrl-C ends this rank immediately. The others see the failure, and do not wait for the deadline.
+            raise  # Ctrl-C ends this rank immediately. The other ranks see the failure before the deadline.
         return failure
     round_.restart_deadline()
     round_.submit(record)

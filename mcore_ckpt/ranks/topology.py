@@ -1,8 +1,8 @@
 """Describes the parallel layout and each rank's place in it, and reads both from the process groups.
 
-Random number generators differ by pp, tp, ep and etp rank. If these sizes stay, a rank takes the states of the saved
-rank at its own coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise every rank seeds its generators
-as megatron does, with the saved seed (of each data-parallel rank) and the step, and rank 0 logs that.
+Random number generators differ by pp, tp, ep and etp rank. If these sizes stay the same, a rank loads the states of the
+saved rank at its own coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise every rank seeds its
+generators as megatron does, from the saved seed (one for each data-parallel rank) and the step, and rank 0 logs this.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RankCoordinates:
 class Replicas:
     """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
 
-    The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple; it is
-    None in a process without process groups.
+    The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple.
+    `groups` is None in a process without process groups.
     """
 
     dense: tuple[int, ...] = (0,)
@@ -52,7 +52,10 @@ class Replicas:
     groups: ProcessGroups | None = field(default=None, compare=False, repr=False)
 
     def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Returns the process group of `dense` or of `experts`, for collective calls. None is torch's default group."""
+        """Returns the process group of `dense` or of `experts`, for collective calls.
+
+        A result of None means torch's default group.
+        """
         if self.groups is None:
             return None
         return self.groups.dp_cp if ranks == self.dense else self.groups.edp
@@ -89,7 +92,7 @@ class Topology:
         """Returns the place in this layout from which a rank at `place` in another layout loads its small files.
 
         Both places are (pp, tp, cp, dp). If this layout has `place`, the result is `place`. Otherwise each coordinate
-        is taken modulo the size of this layout, so that the ranks share this layout's places in turn.
+        is taken modulo the size of its dimension in this layout, so that the ranks share this layout's places in turn.
         """
         pp, tp, cp, dp = place
         return pp % self.pp, tp % self.tp, cp % self.cp, dp % self.dp
@@ -154,15 +157,18 @@ def _place(group: ProcessGroup) -> tuple[int, int]:
 
 
 def is_first_optimizer_instance(groups: ProcessGroups | None) -> bool:
-    """Returns True if this rank belongs to distributed-optimizer instance 0. If there is one instance, all ranks do."""
+    """Returns True if this rank belongs to distributed-optimizer instance 0.
+
+    If there is only one instance, all ranks belong to it.
+    """
     return groups is None or groups.instances is None or groups.instances.rank() == 0
 
 
 def read_replicas(groups: ProcessGroups | None) -> Replicas:
     """Reads from the process groups which ranks hold the same tensors as this rank.
 
-    Dense tensors are replicated over data and context parallelism, experts over expert data parallelism. The ranks of
-    a group ascend, so the first one has cp = dp = 0 (or edp = 0).
+    Dense tensors are replicated over data and context parallelism, experts over expert data parallelism. The ranks of a
+    group ascend, so the first rank has cp = dp = 0 (or edp = 0).
     """
     import torch.distributed as dist
 
