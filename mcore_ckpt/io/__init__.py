@@ -5,8 +5,8 @@ Public names, for integrations:
 - `read_small` and `parse_json` read a file of another program, and refuse a file that is too large or malformed;
 - `copy_durably` copies a file or a folder, and waits until the copy is on the disk;
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
-- `make_folder` makes a folder and its parents, `top_mode` says with which mode, `sync_dir` makes the names in a folder
-  durable;
+- `make_folder` makes a folder and its parents, `top_mode` returns the mode for them, `sync_dir` makes the names in a
+  folder durable;
 - `DiskWatch` gives up work if one of its calls to the file system does not return;
 - `Worker` does work on a thread that exists only while there is work.
 """

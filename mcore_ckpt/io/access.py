@@ -29,17 +29,18 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 def top_mode(shared: bool | None) -> int:
     """Returns the mode of a new folder, before the umask is applied, if no folder above it decides.
 
-    `shared`: whether the group may enter it. None: it may if the umask lets the group write, because people who share
-    files set such a umask.
+    `shared`: whether the group may enter the folder. None: the group may enter if the umask lets it write, because
+    people who share files set such a umask.
     """
     is_shared = not _umask() & stat.S_IWGRP if shared is None else shared
     return _OF_GROUP if is_shared else _PRIVATE
 
 
 def mode_below(root: Path, path: Path, shared: bool | None) -> int:
-    """Returns the mode of new folders for a path. If `shared` is None, a root that exists decides.
+    """Returns the mode of new folders for a path.
 
-    So nobody loses access: for example, a team's evaluations can read new steps in an older root.
+    If `shared` is None, the mode of an existing root decides. So nobody loses access: for example, a team's evaluations
+    can read new steps in an older root.
     """
     if shared is None and root.is_dir() and path.resolve().is_relative_to(root.resolve()):
         return mode_in(root, FOLDER_MODE)
@@ -47,10 +48,10 @@ def mode_below(root: Path, path: Path, shared: bool | None) -> int:
 
 
 def mode_in(folder: Path, most: int) -> int:
-    """Returns those permissions in `most` that the folder also gives. Those of the owner are always returned."""
+    """Returns the permissions in `most` that the folder gives, and all permissions of the owner in `most`."""
     try:
         given = os.stat(folder).st_mode
-    except OSError:  # whatever is then made in the folder raises the error
+    except OSError:  # the call that makes something in the folder raises the error
         given = 0
     return most & (given | stat.S_IRWXU)
 
@@ -58,8 +59,8 @@ def mode_in(folder: Path, most: int) -> int:
 def widen(path: Path, folder: Path, most: int) -> None:
     """Lets those who may enter a folder of this package also use a file or folder in it that other code has made.
 
-    It gets those permissions in `most` that `folder` gives, and keeps its own. That of another user is left as it is.
-    Raises OSError.
+    The file or folder gets the permissions in `most` that `folder` gives, and keeps its own. A file or folder of
+    another user is left as it is. Raises OSError.
     """
     mode = stat.S_IMODE(path.lstat().st_mode)
     if missing := mode_in(folder, most) & ~mode:
@@ -113,9 +114,9 @@ def naming_owner(path: Path) -> Iterator[None]:
 
 
 def strange(path: Path, shared: bool | None) -> str | None:
-    """Says why another user may have put files into a folder, or replaced the link to it; None if nobody can.
+    """Says why another user may have put files into a folder, or replaced the link to it; None if no user could.
 
-    `shared`: whether the group may write in it. None: as in `top_mode`. Raises OSError.
+    `shared`: whether the group may write into the folder. None: as in `top_mode`. Raises OSError.
     """
     for found in dict.fromkeys((path.lstat(), path.stat())):
         if found.st_uid not in (os.geteuid(), 0):
@@ -129,18 +130,19 @@ def strange(path: Path, shared: bool | None) -> str | None:
 def check_own_folder(path: Path, shared: bool | None) -> None:
     """Checks that no other user has made a folder, or can write into it. Raises InvalidArgumentError and OSError.
 
-    The folders above it are checked, too, if they are in a folder in which all users may write.
+    A folder above it is checked, too, if all users may write into the parent of that folder.
     """
     above = [folder for folder in (*path.parents, *path.resolve().parents) if folder != folder.parent]
     for folder in (folder for folder in above if folder.parent.stat().st_mode & stat.S_IWOTH):
         if is_foreign(folder):
             raise InvalidArgumentError(
-                f"{path}: is in {folder}, which belongs to {owner_of(folder)}, who can replace it: use a "
-                "folder with another name"
+                f"{path}: is in {folder}, which belongs to {owner_of(folder)}, who can replace the folder: "
+                "use a folder with another name"
             )
     reason = strange(path, shared)
     if reason is not None:
         raise InvalidArgumentError(
-            f"{path}: {reason}, so a step in it may not be of this training: use a folder with another name. If only "
-            "its mode is wrong, use a folder inside it, or chmod 700 it; shared_with_group=True lets the group write"
+            f"{path}: {reason}, so its steps may be those of another user: use a folder with another name. If only "
+            "the mode is wrong, chmod 700 the folder or use a folder inside it; shared_with_group=True lets the group "
+            "write"
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mcore_ckpt.io import _native, tuning
 
-# Gets the number of bytes that were just read or written.
+# A function that is called with the number of bytes that were just read or written.
 Progress = Callable[[int], object]
 
 
@@ -124,7 +124,7 @@ def _open_direct(path: Path) -> Iterator[int]:
 
 
 def _stop_direct(descriptor: int) -> bool:
-    """Lets reads of a file use the page cache. Returns False if they did already."""
+    """Lets reads of a file use the page cache. Returns False if reads used the cache already."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
     return bool(flags & os.O_DIRECT)
@@ -137,7 +137,8 @@ def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: P
         try:
             count = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
-            # A direct read may return less than whole pages before the end of the file. The next one is not aligned.
+            # A direct read may return less than whole pages before the end of the file. Then the next read is not
+            # aligned, and fails.
             if error.errno != errno.EINVAL or not done % mmap.PAGESIZE or not _stop_direct(descriptor):
                 raise
             continue

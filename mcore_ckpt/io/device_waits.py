@@ -1,14 +1,15 @@
 """Waits for a GPU, always with a deadline.
 
-Copies that are queued behind a collective never end if the collective never does, and a thread that waits inside CUDA
+Copies that are queued behind a collective never end if the collective never ends, and a thread that waits inside CUDA
 cannot be woken up.
 
 Threads ask the GPU whether it is done, with pauses of 20 µs to 1 ms, until a deadline. The deadline is `timeout_s`, or
 ten minutes for the copies of a load, which begin after the load has waited for the training. `cudaDeviceSynchronize`
-and `cudaHostUnregister` wait for all work of the GPU, even if it does not use the memory, and have no form that only
-asks. So they run on threads that may be left behind. On an H200 (driver 580), `cudaFree` waits like that, too, so it is
-not called. The other calls of `csrc/` did not wait behind a stuck kernel: registering memory, making, asking and
-destroying events and streams, queueing copies. After a deadline, memory that the GPU may still write to is never freed.
+and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory, and CUDA has no
+variants of them that do not wait. So they run on threads that may be left behind. On an H200 (driver 580), `cudaFree`
+waits for all work, too, so it is not called. The other calls of `csrc/` did not wait behind a stuck kernel: registering
+memory, making, asking and destroying events and streams, queueing copies. After a deadline, memory that the GPU may
+still write to is never freed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def wait_for_gpu(timeout_s: float) -> None:
     """Waits until the current GPU, if any, has done all queued work. Raises CommitError after `timeout_s` seconds."""
     if not torch.cuda.is_available():
         return
-    if not _native.built_with_cuda:  # then all of the state is in host memory, or the save is refused
+    if not _native.built_with_cuda:  # without CUDA, all of the state is in host memory, or the save is refused
         torch.cuda.synchronize()
         return
     gpu = torch.cuda.current_device()
@@ -55,7 +56,10 @@ def wait_for_gpu(timeout_s: float) -> None:
 
 
 def wait_before_reading(tensor: torch.Tensor) -> None:
-    """Waits, with a deadline, for the GPU of a tensor that the host reads next. Torch itself would wait without one."""
+    """Waits, with a deadline, for the GPU of a tensor that the host reads next.
+
+    Torch itself would wait without a deadline.
+    """
     if tensor.is_cuda:
         wait_for_gpu(patience_s())
 

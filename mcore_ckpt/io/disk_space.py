@@ -4,8 +4,8 @@ Three things limit a folder: the free bytes of its file system, the number of fi
 the quotas of the user, group or project that the files will belong to.
 
 A save that would have fitted is never refused. So the size of the files to write is a lower bound, and a limit that the
-system does not tell is ignored. `DiskSpace.is_certain` is False where files may take less space than their bytes: it is
-True only for the types of file systems that `io/file_systems.py` calls exact.
+system does not tell is ignored. `DiskSpace.is_certain` is False if files may take less space than their bytes. It is
+True only for the types of file systems that are exact (`io/file_systems.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Need:
 
     @staticmethod
     def sum(needs: Iterable[Need]) -> Need:
-        """Returns everything together. Folders of the same path are made only once."""
+        """Returns the files and folders of all needs together. Folders of the same path are made only once."""
         needs = tuple(needs)
         return Need(
             tuple(size for need in needs for size in need.sizes),
@@ -92,7 +92,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit on what can be written. `where` is the place that has it, for messages."""
+    """One limit on what can be written. `where` names the place that has this limit, for messages."""
 
     kind: Kind
     free: int
@@ -100,7 +100,7 @@ class Limit:
 
     @property
     def name(self) -> str:
-        """The name that distinguishes it from other limits of the same folder."""
+        """The name that distinguishes this limit from other limits of the same folder."""
         return f"{self.kind} {self.where}"
 
     def holds(self, amount: Amount) -> bool:
@@ -132,7 +132,7 @@ class DiskSpace:
     is_certain: bool = True
 
     def taken_by(self, need: Need) -> Amount:
-        """Returns how much the files will take here."""
+        """Returns how much space the files will take in this folder."""
         nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
         return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
 
@@ -168,12 +168,15 @@ class DiskSpace:
 
 
 def existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists. Raises OSError."""
+    """Returns the folder if it exists, or else the nearest folder above it that exists. Raises OSError."""
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def space_of(folder: Path) -> DiskSpace:
-    """Returns how much can be written into a folder, or where it would be made. Raises OSError."""
+    """Returns how much can be written into a folder, or, if it is missing, into the place where it would be made.
+
+    Raises OSError.
+    """
     folder = existing(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -191,11 +194,11 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
-    # Where a project has a quota, the system shows what is left of the quota instead of the disk's free space. That
-    # number ends at the soft limit, although the soft limit may be exceeded for some days.
+    # If the folder's project has a quota, the system may report the rest of the quota as the disk's free space. That
+    # number is 0 at the soft limit, although the soft limit may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
-    # Processes with this capability may exceed quotas, except those of XFS.
+    # Processes with this capability may exceed all quotas except those of XFS.
     if not rights.may_exceed_quotas or magic == XFS_MAGIC:
         for quota in quotas:
             where = f"{quota} in the file system of {folder}"
@@ -232,7 +235,7 @@ def _disk_limits(
 
 
 def _magic_of(descriptor: int) -> int:
-    """Returns the number of the file system's type; 0 if it cannot be asked."""
+    """Returns the number of the file system's type; 0 if the system does not tell."""
     buffer = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fstatfs") or libc.fstatfs(descriptor, buffer) != 0:
@@ -253,7 +256,7 @@ def _own_blocks(device: int) -> int:
 
 @dataclass(frozen=True)
 class _Rights:
-    """The rights of this thread. Capabilities count only outside of user namespaces; inside they may have no effect."""
+    """The rights of this thread. Capabilities in a user namespace are ignored, because they may have no effect."""
 
     uid: int
     gids: frozenset[int]

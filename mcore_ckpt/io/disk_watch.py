@@ -1,8 +1,9 @@
 """Runs work that uses a file system on its own thread, and gives it up if a call to the system does not return.
 
 A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
-thread that waits for it. So while the caller waits, it looks which calls the threads of the work are in. It gives the
-work up if a single call lasts longer than the caller allows. Slow work is not given up, however long it takes.
+thread that waits for it. So while the caller waits, it looks which calls the threads of the work are in. If a single
+call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it
+takes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _runs_trainer(thread: threading.Thread) -> bool:
 
 
 class Look:
-    """Looks repeatedly whether a thread and the threads that it has started (`io/threads.py`) make progress."""
+    """Watches whether a thread, and the threads that it has started (`io/threads.py`), make progress."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -160,7 +161,10 @@ def _family(thread: threading.Thread) -> list[threading.Thread]:
 
 
 def _is_in_call(frame: FrameType) -> bool:
-    """Returns whether a thread may be in a call to the file system: it is if it stays here without computing."""
+    """Returns whether a thread in this frame may be in a call to the file system.
+
+    The thread is in a call if it stays in the frame without computing.
+    """
     name = str(frame.f_globals.get("__name__", ""))
     package = name.split(".")[0]
     if package != "mcore_ckpt":
@@ -297,7 +301,7 @@ class Work(Generic[Result]):
                 job.cancel()
 
     def _run(self) -> None:
-        with suppress(_GivenUp):  # it may be raised after the work has ended
+        with suppress(_GivenUp):  # `_GivenUp` may be raised after the work has ended
             try:
                 with self._around:
                     if not self._is_given_up:
@@ -310,7 +314,7 @@ class Work(Generic[Result]):
 
     def _await_end(self, seconds: float) -> bool:
         if not self._has_ended and self._running.acquire(timeout=seconds):
-            self._running.release()  # for others that wait
+            self._running.release()  # for other threads that wait
         return self._has_ended
 
 
@@ -344,7 +348,10 @@ class DiskWatch:
     def of_one_call(
         cls, timeout_s: float, rank: int, around: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> DiskWatch:
-        """Returns the watch of a call that has no manager. If work of one such watch hangs, all refuse work."""
+        """Returns the watch of a call that has no manager.
+
+        If work of one such watch hangs, all such watches refuse work.
+        """
         return cls(timeout_s, around, f"rank {rank}: ", beside=_calls)
 
     def start(self, work: Callable[[], Result]) -> Work[Result]:
@@ -352,7 +359,7 @@ class DiskWatch:
         for each in list(self._left):
             if not each.ended:
                 raise _error(self._who, each.longest)
-            with suppress(ValueError):  # a watch of another thread has removed it
+            with suppress(ValueError):  # a watch of another thread has removed the work
                 self._left.remove(each)
         return Work(work, self._timeout_s, self._around(), self._who, self._left)
 
@@ -365,7 +372,7 @@ class DiskWatch:
         try:
             return started.result()
         finally:
-            del started  # it keeps the error, which keeps this frame
+            del started  # `started` keeps the error, which keeps this frame
 
     def leave(self, work: Work[Any]) -> None:
         """Refuses all other work until this work has ended."""
@@ -377,7 +384,10 @@ _calls = DiskWatch(0.0)
 
 
 def wait_for_thread(thread: threading.Thread, timeout_s: float) -> None:
-    """Waits for a thread. Raises HungDiskError as soon as it has been in one call to the system for `timeout_s`."""
+    """Waits for a thread.
+
+    Raises HungDiskError as soon as the thread has been in one call to the system for `timeout_s`.
+    """
 
     def has_ended(pause: float) -> bool:
         thread.join(pause)

@@ -24,14 +24,14 @@ from mcore_ckpt.io.files import (
     write_file,
 )
 
-# ioctl(2), linux/fs.h: lets a file share the blocks of another one, on file systems that can (btrfs, XFS).
+# ioctl(2), linux/fs.h: lets a file share the blocks of another file, on file systems that support this (btrfs, XFS).
 _FICLONE = 0x40049409
 
 
 def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Progress = lambda nbytes: None) -> None:
-    """Copies a file to a new one, in a folder that exists, and waits until its bytes are on the disk.
+    """Copies a file to a new file, in a folder that exists, and waits until the bytes are on the disk.
 
-    `progress` is called with the number of bytes that were just written. What it raises ends the copying.
+    `progress` is called with the number of bytes that were just written. An exception of `progress` ends the copying.
 
     Raises:
         CheckpointCorruptError: the source does not have the given size and CRC-32. The target must not be used.
@@ -59,7 +59,7 @@ def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Prog
 
 
 def copy_durably(source: Path, target: Path) -> None:
-    """Copies a file, or a folder with all that is in it, to a new one. A link to a folder stays one. Raises OSError."""
+    """Copies a file, or a folder with its contents, to a new path. A link to a folder stays a link. Raises OSError."""
     make_parents(target)
     if source.is_symlink() and source.is_dir():
         target.symlink_to(os.readlink(source))
@@ -74,8 +74,10 @@ def copy_durably(source: Path, target: Path) -> None:
 
 
 def clone_file(source: Path, target: Path) -> None:
-    """Makes a new file with the bytes of another one. Where the file system can, both share their blocks until one of
-    them changes, so that no byte is copied. It does not wait until the bytes are on the disk. Raises OSError.
+    """Makes a new file with the bytes of another file, and does not wait until the bytes are on the disk.
+
+    If the file system can, both files share their blocks until one of them changes, so that no byte is copied. Raises
+    OSError.
     """
     with opened(source) as (reading, _):
         writing = open_new(target)
@@ -88,7 +90,7 @@ def clone_file(source: Path, target: Path) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Gives a file a second name. Where the file system cannot do that, makes a clone with the second name.
+    """Gives a file a second name. If the file system cannot do that, makes a clone with the second name.
 
     Raises OSError.
     """
@@ -96,12 +98,15 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
         raise
-    except OSError:  # another file system, or one without links, or with a limit on them, or a file of another user
+    except OSError:  # another file system, no links, too many links, or a file of another user
         clone_file(source, target)
 
 
 def pieces_of(source: Path) -> Iterator[memoryview]:
-    """Yields the bytes of a regular file in pieces. Each piece is valid until the next one. Raises OSError."""
+    """Yields the bytes of a regular file in pieces.
+
+    Each piece is valid until the next piece is yielded. Raises OSError.
+    """
     descriptor = open_regular(source)
     try:
         piece = bytearray(tuning.READ_BYTES)
@@ -120,7 +125,7 @@ class Hashed(NamedTuple):
 
 
 def copy_hashed(source: Path, target: Path) -> Hashed:
-    """Copies a file to a new one as `clone_file` does, waits until the bytes are on the disk, and hashes them.
+    """Copies a file to a new file as `clone_file` does, waits until the bytes are on the disk, and hashes them.
 
     Bytes that are copied are hashed on the way. Raises OSError, also if the source changes meanwhile.
     """
@@ -137,7 +142,7 @@ def copy_hashed(source: Path, target: Path) -> Hashed:
 
 
 def _shares_blocks(writing: int, reading: int) -> bool:
-    """Lets a new file share the blocks of another one. Returns False if their file systems cannot do that."""
+    """Lets a new file share the blocks of another file. Returns False if the file systems cannot do that."""
     with suppress(OSError):
         fcntl.ioctl(writing, _FICLONE, reading)
         return True
@@ -165,7 +170,7 @@ def _hash_pieces(reading: int, path: Path, size: int, take: Callable[[memoryview
 
     If the file is larger, stops soon after `size` bytes, because a file may grow for ever.
     """
-    piece = bytearray(min(tuning.READ_BYTES, size + 1))  # a byte more shows that the file is larger
+    piece = bytearray(min(tuning.READ_BYTES, size + 1))  # one byte more than `size` shows that the file is larger
     done = crc = 0
     while done <= size and (count := _read(reading, piece, path)):
         memory = memoryview(piece)[:count]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# Numbers of statfs(2), from linux/magic.h. Ext2, ext3 and ext4 have the same one.
+# Numbers of statfs(2), from linux/magic.h. Ext2, ext3 and ext4 share one number.
 EXT_MAGIC = 0xEF53
 XFS_MAGIC = 0x58465342
 TMPFS_MAGIC = 0x01021994
@@ -28,11 +28,11 @@ class FileSystem:
     """The description of a type of file system. The defaults describe an unknown type.
 
     Attributes:
-        place: where its files are; `layer` for an overlay, such as a container's.
-        magic: its number in statfs(2); None where nothing asks for it.
+        place: where the files are; `layer` for an overlay, such as a container's.
+        magic: the type's number in statfs(2); None if nothing needs the number.
         is_exact: whether each file takes whole blocks of `f_frsize`, never less space than its bytes, and the system
-            tells this host what is free. Only then can files be called too large before they are written.
-        abilities: what it can do; None if it was not tried.
+            tells this host what is free. Only on such a type can files be called too large before they are written.
+        abilities: what the type can do; None if that was not tried.
     """
 
     place: Literal["disk", "memory", "network", "layer", "unknown"] = "unknown"
@@ -44,8 +44,8 @@ class FileSystem:
 _ALL = Abilities(direct=True, exchange=True, locks=True)
 _UNKNOWN = FileSystem()
 _NETWORK = FileSystem("network")
-# These neither compress nor deduplicate what is written. XFS can share blocks of existing files, but new files take new
-# blocks.
+# These types neither compress nor deduplicate written data. XFS can share blocks of existing files, but new files take
+# new blocks.
 _EXT = FileSystem("disk", EXT_MAGIC, is_exact=True)
 _XFS = FileSystem("disk", XFS_MAGIC, is_exact=True, abilities=_ALL)
 _TMPFS = FileSystem("memory", TMPFS_MAGIC, is_exact=True, abilities=replace(_ALL, direct=False))
@@ -60,11 +60,12 @@ _BY_NAME = {
     "ramfs": FileSystem("memory"),
     # btrfs can compress.
     "btrfs": FileSystem("disk", abilities=_ALL),
-    # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So it does
-    # not show whether the upper layer compresses, and an overlay is not exact either. The path of the upper layer in
-    # mountinfo is that of the host, and means nothing inside a container.
+    # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So the type
+    # does not show whether the upper layer compresses, and an overlay does not count as exact. The path of the upper
+    # layer in mountinfo is that of the host, and means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
-    # Servers can compress and deduplicate. Their numbers can also be old, in other units, or a quota.
+    # Servers can compress and deduplicate. The free space that they report can also be old, in other units, or the rest
+    # of a quota.
     **dict.fromkeys(
         ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs", "afs", "gfs2", "ocfs2"),
         _NETWORK,
@@ -84,7 +85,9 @@ def of_name(name: str) -> FileSystem:
 
 
 def of_magic(magic: int) -> FileSystem:
-    """Returns the description of a type by its number in statfs(2). Its abilities may be unknown, as those of ext are.
+    """Returns the description of a type by its number in statfs(2).
+
+    The abilities are unknown if types with different abilities share the number, as ext2 to ext4 do.
 
     Example:
         >>> of_magic(0xEF53).is_exact, of_magic(0x6969).is_exact

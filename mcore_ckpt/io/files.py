@@ -21,7 +21,7 @@ _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def names_in(folder: Path) -> set[str]:
-    """Returns the names in a folder; none if it cannot be read."""
+    """Returns the names in a folder; no names if the folder cannot be read."""
     try:
         return set(os.listdir(folder))
     except OSError:
@@ -42,7 +42,10 @@ def overwrite(path: Path, bytes_at: Mapping[int, bytes]) -> None:
 
 
 def write_hint(path: Path, data: bytes) -> None:
-    """Writes a new file as `write_file` does, but does not wait: after a power loss, it may be missing or damaged."""
+    """Writes a new file as `write_file` does, but does not wait.
+
+    After a power loss, the file may be missing or damaged.
+    """
     _write_new(path, [data], lambda descriptor: None)
 
 
@@ -69,7 +72,8 @@ def open_new(path: Path, flags: int = os.O_EXCL) -> int:
 def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
     """Makes one folder. With `exist_ok`, leaves a folder that exists as it is. Raises OSError.
 
-    The folder gets the mode `mode`, before the umask is applied. None: it is not more open than the folder above it.
+    The folder gets the mode `mode`, before the umask is applied. None: the new folder is not more open than the folder
+    above it.
     """
     with naming_owner(path.parent):
         path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, False, exist_ok)
@@ -105,7 +109,7 @@ def sync_folders(base: Path) -> None:
 
 
 def sync_folders_below(base: Path) -> None:
-    """Does what `sync_folders` does, but without the names in the folder itself, which the caller syncs later."""
+    """Does the same as `sync_folders`, but leaves out the names in the folder itself, which the caller syncs later."""
     for folder, _, _ in os.walk(base):
         if Path(folder) != base:
             sync_dir(Path(folder))
@@ -128,7 +132,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file atomically: even after a crash, a reader finds the old or the new bytes. Raises OSError."""
     write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
-    with naming_owner(path), write as temporary:  # only its owner may replace a file in a folder with the sticky bit
+    with naming_owner(path), write as temporary:  # with the sticky bit, only a file's owner may replace it
         os.replace(temporary, path)
     sync_dir(path.parent)
 
@@ -158,7 +162,7 @@ def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None
 def remove_abandoned_files(path: Path, seconds: float) -> None:
     """Removes temporary files next to `path` that processes left when they died while writing `path`. Raises OSError.
 
-    A file that has not changed for so many seconds counts as left by a dead process. If the process is only slow, its
+    A file that has not changed for `seconds` seconds counts as left by a dead process. If the process is only slow, its
     write fails with FileNotFoundError.
     """
     since = time.time() - seconds
@@ -228,8 +232,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     parts = Path(name).parts
-    # Each look at a name is a call to the file system, which may be far away. Only the names below the folder can lead
-    # out of it, so if none of them is a link, the names above need no look.
+    # Each look at a name is a call to the file system, which may be far away. Only a link below the folder can lead out
+    # of it. So if no name below the folder is a link, the names above need no look.
     if ".." not in parts and not os.path.isabs(name) and not _is_link_in(folder, parts):
         return path
     base = os.path.realpath(folder)
@@ -248,8 +252,9 @@ def _is_link_in(folder: Path, parts: Sequence[str]) -> bool:
 def linked_file(folder: Path, name: str) -> Path:
     """Returns `folder / name` as `inside` does, but also allows links into the HuggingFace hub's cache.
 
-    The folder is `<cache>/models--<owner>--<name>/snapshots/<commit>`. Its links lead to `<cache>/models--.../blobs`,
-    and from there, since huggingface_hub 2, to the store that all models share, `<cache>/blobs/<2 digits>/<64 digits>`.
+    The folder is `<cache>/models--<owner>--<name>/snapshots/<commit>`. Its links lead to `<cache>/models--.../blobs`.
+    Since huggingface_hub 2, links there lead on to the store that all models share,
+    `<cache>/blobs/<2 digits>/<64 digits>`.
     """
     path = folder / name
     model = os.path.dirname(os.path.dirname(os.path.realpath(folder)))
@@ -261,8 +266,8 @@ def linked_file(folder: Path, name: str) -> Path:
 def read_small(path: Path, most: int) -> bytes:
     """Reads a whole file.
 
-    Raises OSError if it cannot be opened or is no regular file, and CheckpointCorruptError if it is larger than `most`
-    bytes, or reading it fails.
+    Raises OSError if the file cannot be opened or is no regular file. Raises CheckpointCorruptError if the file is
+    larger than `most` bytes, or cannot be read.
     """
     with opened(path) as (descriptor, size):
         if size > most:
@@ -272,7 +277,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """Reads `nbytes` bytes at `offset`. Raises CheckpointCorruptError if the file is too short or cannot be read."""
-    pieces: list[bytes] = []  # usually one piece, so that the bytes are in memory once
+    pieces: list[bytes] = []  # usually one piece, so that no second copy of the bytes is needed
     left = nbytes
     while left:
         try:

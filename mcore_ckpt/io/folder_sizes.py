@@ -27,7 +27,9 @@ _Entry = tuple[str, "os.DirEntry[str]"]
 
 
 def sizes_below(folder: Path) -> dict[str, int]:
-    """Returns the sizes in bytes of all files below a folder, by their paths below it. Links to folders are left out.
+    """Returns the sizes in bytes of all files below a folder, by their paths below the folder.
+
+    Links to folders are left out.
 
     Raises OSError: a file or folder cannot be looked at because of an error that may be temporary.
     """
@@ -37,8 +39,8 @@ def sizes_below(folder: Path) -> dict[str, int]:
 def sizes_of(folder: Path, paths: Iterable[str]) -> dict[str, int]:
     """Returns the sizes in bytes of the given files below a folder.
 
-    Missing files are left out. It lists only the folders that these files are in, and looks at no other file. Raises
-    like `sizes_below`.
+    Missing files are left out. Only the folders that these files are in are listed, and no other file is looked at.
+    Raises like `sizes_below`.
     """
     wanted = frozenset(paths)
     folders: set[str] = set()
@@ -62,7 +64,7 @@ def _sizes(
         entries = list(chain.from_iterable(results_of(level, lambda path: _listed(base, path), tuning.LOOK_THREADS)))
         level = [path for path, entry in entries if has_wanted(path, entry)]
         files += (named for named in entries if is_wanted(named[0]) and not named[1].is_dir(follow_symlinks=False))
-    # Where a listing brings the sizes along (NFS, Lustre), these calls are answered without the server.
+    # On file systems whose listings include the sizes (NFS, Lustre), these calls need no answer from the server.
     parts = [files[start : start + _FILES_OF_A_LOOK] for start in range(0, len(files), _FILES_OF_A_LOOK)]
     looks = results_of(parts, partial(_look, base), tuning.LOOK_THREADS)
     return {path: size for path, size in chain.from_iterable(looks) if size is not None}
@@ -83,7 +85,7 @@ def _look(base: Path, entries: list[_Entry]) -> list[tuple[str, int | None]]:
 
 
 def _size(base: Path, path: str, entry: os.DirEntry[str]) -> int | None:
-    """Returns the size of a file; None if it is no file, has just been deleted, or is a link that leads elsewhere."""
+    """Returns the size of a file; None if the path is no file, was just deleted, or is a link out of the folder."""
     try:
         found = os.stat(inside(base, path)) if entry.is_symlink() else entry.stat(follow_symlinks=False)
     except CheckpointCorruptError:

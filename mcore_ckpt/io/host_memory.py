@@ -1,4 +1,6 @@
-"""Provides host memory for images of files, or for a GPU to copy to. A thread prepares it before a save needs it.
+"""Provides host memory for images of files, or for a GPU to copy to.
+
+A thread prepares the memory before a save needs it.
 
 Memory is pinned in pieces of at most 256 MiB, with pauses, because the kernel and the driver hold locks while they pin
 a piece. CUDA refuses a copy that reaches into two pieces, so copies are cut between pieces. The pages are requested
@@ -28,7 +30,7 @@ class HostMemory:
     """One host buffer. It grows when needed, at most to `limit` bytes, and is reused from save to save.
 
     The system needs seconds to provide the pages of a buffer (0.5 to 2 GB/s are typical), and longer if they are pinned
-    for a GPU. `prepare` does both while training continues, so that `take` need not.
+    for a GPU. `prepare` fetches and pins the pages while training continues, so that `take` need not wait.
 
     Example:
         >>> memory = HostMemory()
@@ -70,7 +72,7 @@ class HostMemory:
     def take(self, nbytes: int, device: int | None = None) -> _native.HostBuffer:
         """Returns a buffer of at least `nbytes` bytes with arbitrary content. The next `take` reuses the buffer.
 
-        If fewer bytes are prepared, ends the preparation, and fetches the missing ones on several threads. `device` is
+        If fewer bytes are prepared, ends the preparation, and fetches the missing bytes on several threads. `device` is
         the GPU whose copies will write to the memory; None: no GPU.
 
         Raises:
@@ -81,7 +83,7 @@ class HostMemory:
         self.check_limit(nbytes)
         buffer = self._buffer
         if buffer is None or buffer.nbytes < nbytes or device not in (None, buffer.device):
-            self.release()  # first, because the old and the new buffer together might not fit
+            self.release()  # frees the old buffer first, because both buffers might not fit
             self._buffer = buffer = _reserve(nbytes, device)
         if self._preparation is not None:
             if nbytes <= self._preparation.ready:
@@ -100,7 +102,7 @@ class HostMemory:
         if self._limit is not None and nbytes > self._limit:
             raise UnsupportedError(
                 f"this rank's part of the checkpoint needs {nbytes} bytes of host memory, but max_host_bytes is "
-                f"{self._limit}: raise max_host_bytes. It can also be saved with async_save=False, without this memory"
+                f"{self._limit}: raise max_host_bytes, or save with async_save=False, which needs no such memory"
             )
 
     def release(self) -> None:
@@ -141,7 +143,7 @@ class _Preparation:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends the thread and waits for it. That takes at most as long as one piece."""
+        """Ends the thread and waits for it. The wait takes at most as long as one piece."""
         self._is_stopped.set()
         self._thread.join()
 
@@ -161,7 +163,7 @@ class _Preparation:
                         self._buffer.pin(fetched)
                     self.ready = fetched
         except (MemoryError, RuntimeError) as error:
-            # Training continues. The save that needs the memory tries again, and raises the error if it occurs again.
+            # Training continues. The save that needs the memory tries again, and raises the error if it fails again.
             logger.debug("host memory could not be prepared after %d bytes: %s", self.ready, error)
 
     @contextmanager

@@ -22,8 +22,8 @@ MAX_INT = 2**62
 MAX_NAME = 4096
 
 
-# A text of at most this many bytes may have any number of values per byte, because it is a piece of something larger.
-# Decoded, it takes up to 20 times as much memory.
+# `check_names` gets pieces of larger texts. A piece of at most this many bytes may have any number of values per byte:
+# decoded, it takes up to 20 times as much memory, which is still little.
 _FEW_BYTES = 1 << 18
 
 
@@ -36,7 +36,7 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-# Making an encoder takes longer than encoding a small value.
+# All calls share one encoder, because making an encoder takes longer than encoding a small value.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -114,8 +114,8 @@ def _finite(text: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        # If a name occurs twice, some parsers use the first value and others the last. So one program could check the
-        # first value, and another program could use the last.
+        # If a name occurs twice, some parsers use the first value and others the last. So one program could check one
+        # value, while another program uses the other.
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise FieldError(f"{shown(name)} occurs twice")
     return value
@@ -191,7 +191,7 @@ def as_dict(value: Any, key: str) -> dict[str, Any]:
 
 
 def _field(check: Callable[[Any, str], T]) -> Callable[[Mapping[str, Any], str], T]:
-    """Returns a function that reads a field of a record by its key, and returns what `check` makes of it."""
+    """Returns a function that reads a field of a record by its key, and returns the result of `check`."""
     return lambda record, key: check(record.get(key), key)
 
 

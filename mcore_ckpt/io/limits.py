@@ -1,22 +1,22 @@
 """Limits on the sizes of files that are read whole.
 
 A damaged or forged file can have any size, so a file above its limit is refused before memory is allocated for it. All
-sizes are in bytes. A manifest has about 200 bytes per file and per tensor, an index 500 per tensor and 11 per MiB of
-payload, a pickle 300 per tensor.
+sizes are in bytes. A manifest has about 200 bytes per file and per tensor. An index has about 500 bytes per tensor, and
+11 per MiB of payload. A pickle has about 300 bytes per tensor.
 """
 
 from __future__ import annotations
 
 MANIFEST_BYTES = 128 << 20
-# How many tensors the files of a manifest can list together. A reader's table of them takes 4 bytes per tensor, and 20
-# while it is being built.
+# How many tensors the files of a manifest can list together. A reader's table of these tensors takes 4 bytes per
+# tensor, and 20 while the table is being built.
 MANIFEST_HELD = 100_000_000
 INDEX_BYTES = 256 << 20
 DIRECTORY_BYTES = 256 << 20
 PICKLE_BYTES = 1 << 30
 # `common.pt`, random number generator states and the trainer's extra state. A save refuses to write larger files.
 PLAIN_BYTES = 4 << 30
-# The files of one part of a step on one rank. Each takes about 150 bytes of the manifest.
+# The files of one part of a step on one rank. Each file takes about 150 bytes of the manifest.
 PART_FILES = 10_000
 PART_RANKS = 1 << 20
 # config.json and the index of HuggingFace weights.

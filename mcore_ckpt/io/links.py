@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def broken_link(path: Path) -> str | None:
-    """Says which link on the way to a path is broken, in words that follow the path; None if no link is."""
+    """Says which link on the way to a path is broken, in words that follow the path; None if no link is broken."""
     for place in (*reversed(path.absolute().parents), path.absolute()):
         try:
             place.stat()

@@ -31,7 +31,7 @@ class Mount:
 
     @property
     def is_read_only(self) -> bool:
-        """True if nothing can be written here."""
+        """True if nothing can be written on this file system."""
         return "ro" in self.options
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ def mount_of(folder: Path) -> Mount | None:
     """Returns the mount that an existing folder is on; None if the system does not tell. Raises OSError.
 
     The kernel says which mount an open folder belongs to. The path alone would not tell: another file system can be
-    mounted over a part of it, and links can lead elsewhere.
+    mounted over a part of the path, and links in the path can lead elsewhere.
     """
     descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -69,12 +69,13 @@ def parse_mount(line: str) -> Mount:
     mount, _, system = line.partition(" - ")
     point, of_mount = mount.split()[4:6]
     kind, source, of_system = system.split(" ")[:3]
-    # Both lists have `rw` or `ro`. Nothing can be written if one of them has `ro`.
+    # The options of the mount and those of the file system each include `rw` or `ro`. Nothing can be written if either
+    # has `ro`.
     names = [*of_system.split(","), *of_mount.split(",")]
     pairs = (redacted(name).partition("=") for name in names if name != "rw")
     return Mount(kind, redacted(_plain(source)), _plain(point), {name: value for name, _, value in pairs})
 
 
 def _plain(text: str) -> str:
-    """Returns a path in which the kernel has replaced spaces and other special characters by octal numbers."""
+    """Decodes a path from the kernel, in which octal numbers stand for spaces and other special characters."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)

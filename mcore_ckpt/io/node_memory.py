@@ -1,4 +1,7 @@
-"""Tells how many bytes a folder of this node can still take. If the folder is memory, free memory limits it, too."""
+"""Tells how many bytes a folder of this node can still take.
+
+If the folder is in memory, free memory is a limit, too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from mcore_ckpt.io.mounts import mount_of
 
 
 def bytes_free(folder: Path) -> int | None:
-    """Returns how many bytes a folder, or the place where it would be made, can still take. None: nothing limits them.
+    """Returns how many bytes a folder, or the place where it would be made, can still take.
+
+    None if nothing limits them.
 
     A tmpfs takes memory only when it is written to, so it can report more free bytes than there is memory. Raises
     OSError.

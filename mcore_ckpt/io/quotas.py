@@ -1,7 +1,7 @@
 """Reads the quotas of users, groups and projects that limit what can be written into a folder.
 
-The system call quotactl_fd(2) needs no name of a device. It exists since Linux 5.14. Many containers forbid it, and
-network file systems do not have it. Then no quota can be seen.
+The system call quotactl_fd(2) needs no name of a device. The call exists since Linux 5.14. Many containers forbid the
+call, and network file systems do not support it. In these cases no quota is found.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# quotactl_fd(2) has the same number on all architectures except alpha. Commands and structures: linux/quota.h and
-# linux/dqblk_xfs.h.
+# quotactl_fd(2) has the same number on all architectures except alpha. The commands and structures are defined in
+# linux/quota.h and linux/dqblk_xfs.h.
 _QUOTACTL_FD = 443
 _GET_QUOTA = 0x800007
 _GET_STATE = (ord("X") << 8) + 5
@@ -32,7 +32,7 @@ _INHERITS_PROJECT = 0x200
 
 
 class Usage(NamedTuple):
-    """The half of a quota for bytes, or the half for entries.
+    """The use and the limits of a quota, either for bytes or for entries.
 
     A limit of 0 means no limit. `ends` is the end of the grace period.
     """
@@ -69,7 +69,7 @@ class Quota:
         return f"quota of {self.kind} {self.number}"
 
     def is_shown_by(self, space: os.statvfs_result) -> bool:
-        """True if `space` shows what is left of this quota, instead of what is left on the disk."""
+        """True if `space` shows the rest of this quota instead of the free space of the disk."""
         blocks = None if self.nbytes.shown is None else self.nbytes.shown // space.f_frsize
         return blocks == space.f_bfree or (self.entries.shown is not None and self.entries.shown == space.f_ffree)
 
@@ -95,7 +95,10 @@ def quotas_of(descriptor: int, options: Collection[str], without_0: bool) -> Ite
 
 
 def _enforced(descriptor: int) -> int:
-    """Returns the flags of Q_XGETQSTAT. Each kind of quota has two bits: it is counted, and it is enforced."""
+    """Returns the flags of Q_XGETQSTAT.
+
+    Each kind of quota has two bits: one says that it is counted, the other that it is enforced.
+    """
     buffer = ctypes.create_string_buffer(256)
     if not _quotactl(descriptor, _GET_STATE, 0, 0, buffer):
         return 0
@@ -103,7 +106,7 @@ def _enforced(descriptor: int) -> int:
 
 
 def _project_of(descriptor: int) -> int | None:
-    """Returns the project that new files in a folder will belong to; None if they do not inherit one."""
+    """Returns the project that new files in a folder will belong to; None if new files inherit no project."""
     try:
         data = fcntl.ioctl(descriptor, _GET_ATTRIBUTES, bytes(_ATTRIBUTES.size))
     except OSError:

@@ -16,13 +16,14 @@ def remove_tree(folder: Path) -> None:
 
     Entries that cannot be read or removed stay, with the folders that they are in. Everything else is removed.
 
-    `shutil.rmtree` waits for the file system at each file in turn. This function makes as many calls, but they overlap.
+    `shutil.rmtree` waits for the file system at each file in turn. This function makes the same number of calls, but
+    its calls overlap.
     """
     _remove_folder(None, str(folder))
 
 
 def _remove_folder(parent: int | None, name: str) -> None:
-    """Removes a folder in a folder that is open; without `parent`, the folder whose path is `name`."""
+    """Removes the folder `name` in the open folder `parent`. Without `parent`, `name` is a path."""
     # Suppress more than OSError, because a folder may also be nested too deep for Python, or memory may be short.
     with suppress(Exception):
         # Use descriptors, so that no folder can be replaced by a link on the way to the files in it.
@@ -31,7 +32,7 @@ def _remove_folder(parent: int | None, name: str) -> None:
             _remove_contents(descriptor)
         finally:
             os.close(descriptor)
-    # Try it in any case, because a folder that cannot be read may be empty.
+    # Try to remove the folder in any case, because a folder that cannot be read may be empty.
     with suppress(OSError):
         os.rmdir(name, dir_fd=parent)
 

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# How often an operation is tried in all, and the first and the longest pause between two tries, in seconds. Each pause
-# is up to twice as long as the previous one.
+# How many times an operation is tried, and the first and the longest pause between two tries, in seconds. Each pause is
+# up to twice as long as the previous one.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_S = 1.0
 REMOTE_PAUSE_MOST_S = 30.0
@@ -31,10 +31,10 @@ def persist(
 ) -> Result:
     """Runs `work`, which must be repeatable, until it succeeds, and returns what it returns.
 
-    Exceptions in `answers`, such as FileNotFoundError, are answers of the store and not failures. They are raised
-    without another try, and so is a CheckpointError. `redacted` turns an error into text without secrets.
+    Exceptions in `answers`, such as FileNotFoundError, are answers of the store and not failures. These exceptions, and
+    CheckpointErrors, are raised without another try. `redacted` turns an error into text without secrets.
 
-    Raises RemoteError if all tries failed, if a try failed for a reason that stays, or if `stop` was set.
+    Raises RemoteError if all tries failed, if a try failed for a lasting reason, or if `stop` was set.
     """
     pause = REMOTE_PAUSE_S
     for number in range(1, REMOTE_TRIES + 1):
@@ -49,7 +49,7 @@ def persist(
         except Exception as error:
             stays = isinstance(error, OSError) and not may_pass(error)
             if number == REMOTE_TRIES or stays:
-                tries = f"{number} times; the last error" if number > 1 else "once, and stays so"
+                tries = f"{number} times; the last error" if number > 1 else "once, for a lasting reason"
                 raise RemoteError(
                     f"{url}: {what} has failed {tries}: {redacted(error)}. "
                     "Check that the store can be reached and that this process may use it"

@@ -15,7 +15,7 @@ _MOST_BYTES = 4096
 
 
 def read_private(path: Path) -> bytes:
-    """Returns the content of a file. Raises InvalidArgumentError if other users can read or write it."""
+    """Returns the content of a file. Raises InvalidArgumentError if other users can read or write the file."""
     with _opened(path) as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
@@ -24,7 +24,7 @@ def read_private(path: Path) -> bytes:
 
 
 def check_private(path: Path) -> None:
-    """Raises InvalidArgumentError if other users can read or write a file, or if it is missing."""
+    """Raises InvalidArgumentError if other users can read or write a file, or if the file is missing."""
     _opened(path).close()
 
 

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# URL schemes of object stores. These have no folders, and for some of them fsspec would make a bucket instead of a
-# folder.
+# URL schemes of object stores. These have no folders, and for some of these schemes fsspec would make a bucket instead
+# of a folder.
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 # URL schemes of stores that report the MD5 of every file, however the file was sent.
 _TELL_MD5 = ("gs", "gcs")
@@ -44,9 +44,10 @@ class Store:
     Args:
         url: a URL in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials are read
             from the environment variables that the store's own tools use.
-        shared: whether the group may read what is written to file:///path, as in `access.mode_below`.
+        shared: whether the group may read files that are written to file:///path, as in `access.mode_below`.
 
-    Raises InvalidArgumentError if fsspec does not know the URL, and UnsupportedError if its package is not installed.
+    Raises InvalidArgumentError if fsspec does not know the URL. Raises UnsupportedError if the URL's package is not
+    installed.
 
     Example:
         >>> Store("memory://checkpoints").names("")
@@ -91,7 +92,7 @@ class Store:
         return redacted(str(error), self._secrets)
 
     def space(self) -> DiskSpace | None:
-        """Returns how much can be written into the store. Raises OSError. None: like most stores, it does not tell."""
+        """Returns how much can be written into the store; None if it does not tell, as most stores. Raises OSError."""
         return space_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------
@@ -160,7 +161,10 @@ class Store:
             stream.write(data)
 
     def sizes(self, key: str) -> dict[str, int]:
-        """Returns the sizes in bytes of the files below a folder, by their paths below it. Raises RemoteError."""
+        """Returns the sizes in bytes of the files below a folder, by their paths below the folder.
+
+        Raises RemoteError.
+        """
         path = self._path(key)
         found = self.persist(f"listing {key}", lambda: self.fs.find(path, detail=True))
         return {name[len(path) + 1 :]: int(info["size"]) for name, info in found.items()}
@@ -225,7 +229,7 @@ class Store:
 
 
 def _protect(descriptor: int, folder: Path) -> None:
-    """Makes a file not more open than its folder, whatever the umask. Ignores mounts without permissions."""
+    """Makes a file no more open than its folder, whatever the umask. Does nothing on mounts without permissions."""
     mode, allowed = stat.S_IMODE(os.fstat(descriptor).st_mode), mode_in(folder, FILE_MODE)
     if mode & ~allowed:
         with suppress(OSError):

@@ -66,7 +66,7 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
 def cuts_of(end: int) -> tuple[int, ...]:
     """Returns the cuts `(0, ..., end)` that divide a file into parts for `stream`.
 
-    All but the last are page-aligned.
+    All cuts except the last are page-aligned.
     """
     return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
 

@@ -1,4 +1,4 @@
-"""Runs work on threads that an exiting interpreter does not wait for, so that waits for a disk or store overlap."""
+"""Runs work on threads that an exiting interpreter does not wait for, so that waits for a disk or a store overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
     The calls start in the order of the items. After a failure no further call starts. The first failure is raised when
     the running calls have ended.
 
-    If the system allows fewer threads, those that run do all of the work. If it allows none, the calling thread does.
+    If the system allows fewer threads, the threads that run do all of the work. If it allows no thread, the calling
+    thread does the work.
 
     This function uses no executor, because an exiting interpreter waits for an executor's threads, however long a store
     takes to answer.
@@ -45,7 +46,7 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
         _this_thread.is_worker = True
         try:
             run()
-        except BaseException as error:  # `disk_watch.Work.give_up` raises one at any place
+        except BaseException as error:  # `disk_watch.Work.give_up` raises an exception at any place
             failures.append(error)
 
     workers = _start(run_as_worker, threads)
@@ -60,8 +61,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
     """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
 
-    Ctrl-C must end the main thread even if a call hangs. Any other thread, which `disk_watch.Work.give_up` interrupts,
-    waits until the calls have ended, because its work has not ended before.
+    Ctrl-C must end the main thread even if a call hangs. Any other thread is interrupted by `disk_watch.Work.give_up`.
+    It still waits until the calls have ended, because its work ends only then.
     """
     while worker.is_alive():
         try:
@@ -73,14 +74,14 @@ def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
 
 
 def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
-    """Starts `run` on as many threads as the system allows, and returns these; none if it allows none."""
+    """Starts `run` on up to `threads` threads, as many as the system allows, and returns these threads."""
     workers: list[threading.Thread] = []
     for _ in range(threads):
         worker = threading.Thread(target=run, name="mcore_ckpt files", daemon=True)
         worker.started_by = threading.current_thread()  # type: ignore[attr-defined]  # for `disk_watch.Look`
         try:
             worker.start()
-        except (RuntimeError, MemoryError):  # a limit of threads or memory: those that run do all of the work
+        except (RuntimeError, MemoryError):  # a limit of threads or memory: the threads that run do all of the work
             break
         workers.append(worker)
     return workers
@@ -89,8 +90,8 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
 def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    It starts no threads for a few items, or when it runs on a thread that it has started. Failures are raised as by
-    `for_each`.
+    Starts no threads for a few items, or if the calling thread was started by this module. Raises failures as
+    `for_each` does.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)

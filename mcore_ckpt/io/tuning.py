@@ -1,31 +1,34 @@
-"""Defines sizes and counts that trade memory, cores and disk against each other. None changes the format on disk."""
+"""Defines sizes and counts that trade memory, cores and disk against each other.
+
+No value changes the format on disk.
+"""
 
 from __future__ import annotations
 
 import os
 
-# The threads that copy host memory. More would not be faster, because the memory bus is the limit, and training needs
-# the cores.
+# How many threads copy host memory. More threads would not be faster, because the memory bus is the limit, and the
+# training needs the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
 # Host memory is prepared before the first save, in steps of this size (one huge page), by a thread of this niceness.
 # The kernel locks the memory map of the process during a step, so larger steps could delay allocations of the training.
 PREPARE_BYTES = 2 << 20
 PREPARE_NICENESS = 10
-# The size to prepare is an estimate, so the buffer gets a spare address range: the estimate divided by SPARE_PART, but
-# at least SPARE_BYTES. The spare range gets pages only if a save needs them.
+# The size to prepare is an estimate, so the buffer gets a spare address range: the estimate divided by
+# PREPARE_SPARE_PART, but at least PREPARE_SPARE_BYTES. The spare range gets pages only if a save needs them.
 PREPARE_SPARE_PART = 4
 PREPARE_SPARE_BYTES = 64 << 20
-# If at most 1 / WAIT_FOR_PART of the host memory is not prepared yet, a save waits for the rest. That takes less
+# If at most 1 / WAIT_FOR_PART of the host memory is not prepared yet, a save waits for this part. The wait takes less
 # time than writing straight from the training state.
 WAIT_FOR_PART = 8
 
-# I/O threads sleep most of the time. With this many, some pieces are being written while others are copied and
+# I/O threads sleep most of the time. With this many threads, some pieces are being written while others are copied and
 # checksummed.
 IO_THREADS = 8
 
-# How many calls to a file system run at a time where there are many small ones (looks at steps or files, deletions).
-# If the file system is far away, each call waits for a server.
+# How many calls to a file system run at a time if there are many small calls (looks at steps or files, deletions). If
+# the file system is far away, each call waits for a server.
 LOOK_THREADS = 32
 
 # A disk reaches its full speed with pieces of this size. The pieces of all threads stay in the CPU's cache until they
@@ -33,10 +36,10 @@ LOOK_THREADS = 32
 WRITE_BYTES = 4 << 20
 # Reads take larger pieces, which need not stay in the cache: the CPU reads each byte only once, for its CRC.
 READ_BYTES = 16 << 20
-# How long a thread waits for a GPU before it reads from it, or copies to it, where no `timeout_s` is given (seconds).
+# How long a thread waits for a GPU before it reads from the GPU or copies to it, if no `timeout_s` is given (seconds).
 DEVICE_READ_S = 600.0
-# A read of a file in memory copies the bytes. Pieces of one block stay in the cache for the block's CRC and for the
-# second copy.
+# Size of a piece of a file in memory, which a read copies. Pieces of one block stay in the CPU's cache for the block's
+# CRC and for the second copy.
 READ_MEMORY_BYTES = 1 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.
@@ -56,7 +59,7 @@ WEIGHT_PIECE_BYTES = 256 << 20
 # Memory that a load uses for tensors that it cannot fill directly: of another dtype, or not in row-major order.
 CONVERT_BYTES = 128 << 20
 
-# Approximate size of a batch of tensors that one replica reads and broadcasts to the others.
+# Approximate size of a batch of tensors that one replica reads and broadcasts to the other replicas.
 BROADCAST_BYTES = 64 << 20
 
 # Size of one message of a scatter, in which rank 0 reads a HuggingFace folder for all ranks. While rank 0 sends one
@@ -68,40 +71,41 @@ STREAM_BYTES = 128 << 20
 
 # Largest file of HuggingFace weights in an in-line export; transformers uses the same size.
 HF_FILE_BYTES = 5_000_000_000
-# An in-line export makes files smaller, so that more ranks can write one each, but not smaller than this.
+# An in-line export makes more and smaller files, so that more ranks can write a file, but makes none smaller than this.
 HF_LEAST_FILE_BYTES = 1_000_000_000
 
-# How many files are uploaded at a time, the size of the parts of each file, and what that size must be a multiple of.
+# How many files are uploaded at a time, the size of the parts of each file, and a number of which that size must be a
+# multiple.
 UPLOAD_FILES = 4
 UPLOAD_PART_BYTES = 16 << 20
 UPLOAD_PART_MULTIPLE = 256 << 10
-# The most parts of a file. Stores allow 10,000, so large files are sent in larger parts.
+# The most parts of a file. Stores allow 10,000 parts, so very large files are sent in larger parts.
 UPLOAD_PARTS_MOST = 9_000
-# How many requests run at a time while a checkpoint is read from a remote store, and the most bytes that one of them
+# How many requests run at a time while a checkpoint is read from a remote store, and the most bytes that one request
 # reads.
 REMOTE_THREADS = 16
 REMOTE_READ_BYTES = 8 << 20
 # Two wanted ranges become one request if no more than this many unwanted bytes lie between them.
 REMOTE_GAP_BYTES = 256 << 10
 
-# How a node gets copies of another node's files: the size of the pieces, and how many are under way at a time.
+# How a node gets copies of another node's files: the size of a piece, and how many pieces are under way at a time.
 PEER_BYTES = 4 << 20
 PEER_THREADS = 4
 
-# A save with too little space is refused this long after the free space last grew (seconds), because some file systems
-# free a deleted file's bytes a moment later. The second time holds while a step is being deleted, perhaps by another
-# process. The third is the pause between looks.
+# A save with too little space waits until the free space has not grown for this long, and is then refused (seconds),
+# because some file systems free a deleted file's bytes a moment later. The second time is used instead while a step is
+# being deleted, perhaps by another process. The third is the pause between two looks at the free space.
 SPACE_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
 SPACE_POLL_S = 0.05
-# How long a refusal may look for old steps that could be deleted (seconds), because all ranks wait for it.
+# How long a save that is refused may look for old steps that could be deleted (seconds). All ranks wait for this look.
 OLD_STEPS_LOOK_S = 2.0
 
-# This long after its last change, a temporary file in a remote store that is a folder counts as left by a dead process
+# If a remote store is a folder, a temporary file in it counts as left by a dead process this long after its last change
 # (seconds).
 ABANDONED_S = 10.0
 
-# While a trainer is alive, the tracker may name an older step for this long after a commit before that is called a
-# problem (seconds). The second number says how often to look again whether the trainer has mended it.
+# While a trainer is alive, a tracker that names an older step is called a problem only this long after a commit
+# (seconds). The second number is the pause between two looks whether the trainer has corrected the tracker.
 TRACKER_SETTLES_S = 10.0
 SETTLE_POLL_S = 0.1

@@ -1,14 +1,14 @@
 """Decodes JSON to values of stated types, so that forged text takes no more memory than honest text.
 
 A text that is not of the type is refused at its first wrong value. Long lists are decoded piece by piece, so that
-memory holds one piece and what the caller keeps.
+memory holds only one piece, and the values that the caller keeps.
 
-A piece has 64 KiB, and numbers are kept packed. To find a name that occurs twice, the decoded values are encoded again:
-the original text must not be longer. All other JSON of files, and every message of more than 64 KiB, passes
-`json_bounds.py`, which counts the characters that begin or end values and compares the counts with the size, because
-honest text has few of them. Text that is not ASCII is decoded so that one emoji does not make each character take four
-bytes. Compressed messages that may become too large are decompressed once to count the bytes, and only then to keep
-them.
+A piece has 64 KiB, and numbers are kept packed. To find a name that occurs twice, the decoded values are encoded again.
+If the original text is longer, its names are checked. All other JSON of files, and every message of more than 64 KiB,
+passes `json_bounds.py`, which counts the characters that begin or end values, and compares the counts with the size of
+the text. Honest text has few of these characters. Text that is not ASCII is decoded so that one emoji does not make
+each character take four bytes. Compressed messages that may become too large are first decompressed only to count the
+bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # An integer that can be a file offset.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Place = tuple[int, int]
-# How much text of a long list is decoded at a time, at least. The training runs in between.
+# The least number of bytes of a long list that are decoded at a time. Between two pieces, the training can run.
 _PIECE = 64 << 10
 # How many places are tried for the end of a piece, if the piece is no JSON up to the first place.
 _TRIES = 4
@@ -51,7 +51,7 @@ def parse_exactly(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) ->
     """Decodes a text as `parse` does. Raises FieldError also if a name occurs twice in an object."""
     value = parse(data, decoder)
     # The encoded text is as short as possible. So a longer text has spaces, or members that the value lacks: a second
-    # one of the same name, or one that the type does not have.
+    # member of the same name, or a member that the type does not have.
     if len(encode(value)) != len(data):
         check_names(bytes(data))
     return value
@@ -72,15 +72,15 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
         start = at + len(encode(name)) + len(":")
         places[name] = start, start + len(memoryview(value))
         at = places[name][1] + 1
-    # A decoder keeps the last of two members of one name, so with such members the text is longer than what was found.
+    # A decoder keeps only the last of two members of one name. So with such members the text is longer than the members
+    # that were found.
     return places if at == len(data) and len(values) else None
 
 
 class _Pieces(Generic[T]):
     """A long list or object that is decoded a few values at a time. The arguments are those of `LongList`.
 
-    The end of a string may look like `between`. A piece does not end there, because a value that is cut in two is no
-    JSON.
+    If text in a string looks like `between`, a piece does not end there, because a value that is cut in two is no JSON.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class _Pieces(Generic[T]):
 class LongList(Generic[T]):
     """A long list of values of one type, none of them spelled with spaces.
 
-    `between` is the end of one value, a comma, and the beginning of the next one. `is_whole`: whether the type has all
-    members. If so, an object in which a name occurs twice is found.
+    `between` is the end of one value, a comma, and the beginning of the next value. `is_whole`: whether the type has
+    all members of the values. If so, an object in which a name occurs twice is refused.
     """
 
     def __init__(self, of: Any, between: bytes, is_whole: bool = True) -> None:
@@ -143,7 +143,7 @@ class LongObject(Generic[T]):
         self._pieces: _Pieces[dict[str, T]] = _Pieces(msgspec.json.Decoder(dict[str, of]), b"{}", between)
 
     def read(self, data: bytes, place: Place) -> Iterator[tuple[str, T]]:
-        """Yields the members of the object at a place. Raises FieldError, also if a name occurs twice within 64 KiB."""
+        """Yields the members of the object at a place. Raises FieldError, also if a name occurs twice in one piece."""
         for piece in self._pieces.read(data, place):
             yield from piece.items()
 

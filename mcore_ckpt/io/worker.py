@@ -53,12 +53,12 @@ class Handle(Generic[Result]):
         return cast(Result, self._result)
 
     def end(self, result: Result) -> None:
-        """Ends the work. Only the thread that does it calls this."""
+        """Ends the work. Only the thread that does the work calls this."""
         self._result = result
         self._ended.set()
 
     def fail(self, error: CheckpointError) -> None:
-        """Ends work that has failed. Only the thread that does it calls this."""
+        """Ends work that has failed. Only the thread that does the work calls this."""
         self._exception = error
         self._ended.set()
 
@@ -71,8 +71,8 @@ class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
     An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
-    called. If so, an exiting interpreter waits for them (`all_workers`), and the calling thread calls them if the
-    system grants no other. If not, an exiting interpreter does not wait.
+    called. If so, an exiting interpreter waits for them (`all_workers`), and if the system grants no thread, the thread
+    that adds a function calls it. If not, an exiting interpreter does not wait.
     """
 
     def __init__(self, name: str, must_finish: bool = True) -> None:
@@ -84,16 +84,16 @@ class Worker:
             _workers.add(self)
 
     def add(self, work: Callable[[], object], instead: bool = False) -> None:
-        """Calls a function after those that were added before, or `instead` of them. Returns immediately.
+        """Calls a function after the functions that were added before, or `instead` of those. Returns immediately.
 
-        If the system grants no thread, the calling thread does the work with `must_finish`, and NoThreadError is raised
-        without it. If a signal handler raises an exception meanwhile, the function is not called.
+        If the system grants no thread, the calling thread does the work if `must_finish` is set; otherwise
+        NoThreadError is raised. If a signal handler raises an exception meanwhile, the function is not called.
         """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 self._queue(work, instead)
                 return
-            # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread.
+            # The thread is a daemon, because an exiting interpreter would wait without limit for a non-daemon thread.
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 self._queue(work, instead)
@@ -101,8 +101,8 @@ class Worker:
                 thread.start()
                 return
             except BaseException as error:
-                # The thread may have begun, but it waits for the lock. Then it finds that it is not the thread of this
-                # worker.
+                # The thread may have started, but still waits for the lock. Once it has the lock, it finds that it is
+                # not the thread of this worker, and ends.
                 self._thread = None
                 refused = isinstance(error, RuntimeError) and not is_interrupt(error)
                 if not (refused and self._must_finish):
@@ -162,7 +162,7 @@ class Worker:
                 logger.error("the thread %r continues after an unexpected error\n%s", self._name, trace)
 
 
-# Weak references are enough, because a running thread keeps its worker alive even if its owner has been dropped.
+# Weak references are enough, because a running thread keeps its worker alive.
 _workers: WeakSet[Worker] = emptied_in_child(WeakSet())
 
 

@@ -11,10 +11,10 @@ _MOST_EXTENTS = 64
 
 
 def written_bytes(path: Path) -> int:
-    """Returns how many bytes of a file have been written; 0 if it is not there, or this process may not read it.
+    """Returns how many bytes of a file have been written; 0 if the file is missing, or this process may not read it.
 
     The size and the allocated blocks of a file do not show this number: a save reserves the space of a file before it
-    writes. What is reserved, but not written, counts as a hole (lseek(2), SEEK_DATA). If the file system does not
+    writes. Space that is reserved, but not written, counts as a hole (lseek(2), SEEK_DATA). If the file system does not
     report holes, the file's size is returned.
     """
     try:

@@ -60,7 +60,7 @@ def test_an_error_that_stays_is_not_tried_again(tmp_path: Path) -> None:
         tries.append(1)
         raise PermissionError(13, "Permission denied")
 
-    with pytest.raises(RemoteError, match=r"listing has failed once, and stays so: .*Permission denied"):
+    with pytest.raises(RemoteError, match=r"listing has failed once, for a lasting reason: .*Permission denied"):
         Store(f"file://{tmp_path}").persist("listing", work)
     assert tries == [1]
 
