@@ -26,12 +26,12 @@ MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
 # The folders, relative to a role's folder, that can hold config.json and the tokenizer. This package and verl write the
-# first, and verl up to 0.4 wrote the second. Other programs put the files into the folder of the weights, which is the
-# third.
+# first folder, and verl up to 0.4 wrote the second. Other programs put these files into the folder of the weights,
+# which is the third.
 _CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
-# The folder of the adapters in HUGGINGFACE_DIR. verl (0.9) has it in the same place.
+# The folder of the adapters in HUGGINGFACE_DIR. verl (0.9) writes this folder, too.
 ADAPTER_DIR = "adapter"
-# The folder of the adapters in a merged model. verl's merger (0.9) has it in the same place.
+# The folder of the adapters in a merged model. verl's merger (0.9) writes this folder, too.
 MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"

@@ -12,7 +12,7 @@ _UPPER_BITS = 16
 
 
 def split_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the upper halves (bfloat16) and the lower ones (int16) of flat, contiguous float32 values."""
+    """Returns the upper halves (bfloat16) and the lower halves (int16) of flat, contiguous float32 values."""
     bits = values.view(torch.int32)
     lower = bits.view(torch.int16)[::2]  # the lower half is first in each little-endian pair
     upper = (bits - lower.to(torch.int32)) >> _UPPER_BITS
@@ -20,6 +20,6 @@ def split_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_halves(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Returns the float32 values of upper halves (bfloat16) and lower ones (int16) of the same shape."""
+    """Returns the float32 values of upper halves (bfloat16) and lower halves (int16) of the same shape."""
     bits = (upper.view(torch.int16).to(torch.int32) << _UPPER_BITS) + lower.to(torch.int32)
     return bits.view(torch.float32)

@@ -25,7 +25,7 @@ BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
 _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
-# Version 2 has coded shards and bound state. An index without them is still written as version 1, which older readers
+# Version 2 has coded shards and bound state. An index without these is still written as version 1, which older readers
 # can read, too.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
 # The stored dtypes of coded shards, by the field that names their coding.
@@ -125,7 +125,7 @@ def encode_index(index: FileIndex) -> bytes:
 
 
 class IndexTemplate:
-    """An encoded index without its CRCs, the only part that changes from save to save.
+    """An encoded index without its CRCs, which are the only part that changes from save to save.
 
     The shards of `index` are in the order of the file, and their CRCs are empty.
     """
@@ -142,7 +142,7 @@ class IndexTemplate:
         return len(self.encode([0] * sum(self._counts)))
 
     def encode(self, block_crcs: Sequence[int]) -> bytes:
-        """Returns what `encode_index` would return with these CRCs of the blocks of all shards, one after the other."""
+        """Returns the encoded index. `block_crcs` are the CRCs of the blocks of all shards, in order."""
         texts = list(map(str, block_crcs))
         pieces = [self._parts[0]]
         start = 0

@@ -37,9 +37,9 @@ _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 class IndexEntries:
     """The index of a file. A tensor's entries are decoded when they are asked for.
 
-    The constructor checks that no tensor is in the index twice, and that no two overlap. The CRC of the data must have
-    been checked. `file` is the path in the manifest, and `path` is the path or URL for messages. `payload_end` is as in
-    `decode_index`.
+    The constructor checks that no tensor is in the index twice, and that no two shards overlap. The CRC of the data
+    must have been checked. `file` is the path in the manifest, and `path` is the path or URL for messages.
+    `payload_end` is as in `decode_index`.
 
     Raises CheckpointCorruptError if the data are not an index, or the numbers in the index contradict each other.
     """
@@ -56,11 +56,14 @@ class IndexEntries:
         self._middle, self._behind = data.find(_BETWEEN), data[data.rfind(_BEHIND) :]
 
     def of(self, name: str) -> FileIndex:
-        """Returns the shards and aliases of one tensor. Raises CheckpointCorruptError if they contradict each other."""
+        """Returns the shards and aliases of one tensor.
+
+        Raises CheckpointCorruptError if the entries contradict each other.
+        """
         places = self._places.get(name)
         if places is not None:
             self._decoded[name] = self._decode(_text_of(self._data, places, self._middle, self._behind))
-            # Another thread may have decoded the same entries.
+            # Another thread may have decoded the same entries, and removed their places.
             self._places.pop(name, None)
         return self._decoded.get(name, _NOTHING)
 
@@ -107,7 +110,7 @@ def _places_by_name(data: bytes, payload_end: int) -> dict[str, _Places] | None:
 
 
 def _are_apart(offsets: Sequence[int], sizes: Sequence[int], payload_end: int) -> bool:
-    """Returns True if shards neither overlap nor reach past the payload."""
+    """Returns True if no shards overlap, and no shard reaches past the payload."""
     order = sorted(range(len(offsets)), key=lambda number: (offsets[number], sizes[number]))
     stops = (offsets[number] + sizes[number] for number in order)
     return all(map(le, stops, chain((offsets[number] for number in order[1:]), (payload_end,))))

@@ -17,7 +17,8 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 
-# A listing of thousands of steps reads the metrics of all of them, so there are few, with short names.
+# A listing of thousands of steps reads the metrics of all these steps. So a checkpoint has few metrics, with short
+# names.
 MOST_METRICS = 256
 _NAME_LENGTH = 256
 
@@ -90,7 +91,7 @@ def _decoded(value: Any) -> float:
 
 
 def read_later_metrics(path: Path) -> dict[str, float]:
-    """Returns the metrics in a file of a step; none if the file is missing or damaged. Raises nothing."""
+    """Returns the metrics in a file of a step; an empty dict if the file is missing or damaged. Raises nothing."""
     try:
         return decode_metrics({"metrics": fields.decode(read_small(path, limits.SMALL_BYTES))})
     except (OSError, CheckpointCorruptError, fields.FieldError):

@@ -439,7 +439,7 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # For tokens that are not padding, a mask that also hides padding computes the same as the mask without.
+    # For tokens that are not padding, a mask that also hides padding computes the same as one that does not.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,

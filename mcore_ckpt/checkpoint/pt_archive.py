@@ -49,7 +49,7 @@ class PtArchive:
     def __init__(self, read_at: ReadAt, size: int) -> None:
         self._read_at = read_at
         directory_at, directory_bytes, count = _find_directory(read_at, size)
-        # Besides its entry, every record has a header. So the size of the file bounds the number of entries.
+        # Besides its entry, every record has a header. So the size of the file limits the number of entries.
         if count * (zf.LOCAL_HEADER.size + zf.DIRECTORY_ENTRY.size) > size:
             raise ArchiveError(f"its end record gives {count} entries, more than {size} bytes can have")
         entries = list(islice(_entries(read_at(directory_at, directory_bytes), directory_at), count + 1))
@@ -98,7 +98,10 @@ class PtArchive:
 
 
 def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
-    """Returns the directory's offset, size and number of entries. The end records must follow it and end the file."""
+    """Returns the directory's offset, size and number of entries.
+
+    The end records must follow the directory and end the file.
+    """
     if size < zf.END.size:
         raise ArchiveError("it is too short for an archive")
     end_at = size - zf.END.size

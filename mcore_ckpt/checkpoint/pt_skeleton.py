@@ -29,7 +29,7 @@ _ZIP64_VERSION = 45
 
 @dataclass(frozen=True)
 class PayloadSlot:
-    """The places in a file of one tensor's bytes and of their CRC. All numbers are in bytes."""
+    """The places, in a file, of one tensor's bytes and of the CRC of these bytes. All numbers are in bytes."""
 
     offset: int
     nbytes: int

@@ -54,7 +54,7 @@ def copied_from(data: bytes) -> Storage:
 def load_pt(read_at: ReadAt, size: int, storage: Storage, find: Find = find_plain, build: Build = refuse_state) -> Any:
     """Reads the value in an archive of `size` bytes.
 
-    `Unpickler` uses `find` and `build` for everything but tensors, which this function makes itself.
+    `Unpickler` uses `find` and `build` for everything except tensors, which this function makes itself.
 
     Raises ValueError if the archive is damaged, or contains something that `find` or `build` refuses.
     """

@@ -24,7 +24,7 @@ DIRECTORY_CRC_OFFSET = 16
 # directory, entries on this disk, entries, bytes of the directory, offset of the directory.
 END_64 = struct.Struct("<IQHHIIQQQQ")
 END_64_SIGNATURE = 0x06064B50
-# The size in the record includes neither the signature nor the size field itself.
+# The size in the record leaves out the signature and the size field itself.
 END_64_LENGTH = END_64.size - 12
 
 # Fields: signature, disk of the zip64 end record, offset of that record, number of disks.

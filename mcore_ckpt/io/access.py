@@ -96,7 +96,7 @@ def owner_of(path: Path) -> str:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if a file, folder or link belongs to a user who is neither this one nor root. Raises nothing."""
+    """True if a file, folder or link belongs to a user other than this user and root. Raises nothing."""
     with suppress(OSError):
         return path.lstat().st_uid not in (os.geteuid(), 0)
     return False

@@ -1,9 +1,8 @@
 """Runs work that uses a file system on its own thread, and gives it up if a call to the system does not return.
 
-A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
-thread that waits for it. So while the caller waits, it looks which calls the threads of the work are in. If a single
-call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it
-takes.
+A file system that is frozen, or whose server has gone, gives no answer, not even an error, and nothing wakes a thread
+that waits for it. So while the caller waits, it looks which calls the threads of the work are in. If a single call
+lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it takes.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ class Work(Generic[Result]):
         self._look = Look(self._thread)
         try:
             self._thread.start()
-        except RuntimeError:  # the system grants no thread: do the work here, and do not look at it
+        except RuntimeError:  # the system grants no thread: do the work here, without a watch
             self._run()
         except BaseException:  # such as Ctrl-C; the thread may have begun already
             self.give_up()

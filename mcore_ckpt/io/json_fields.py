@@ -127,7 +127,10 @@ def shown(value: Any) -> str:
 
 
 def as_name(value: Any, key: str) -> str:
-    """Returns `value` if it is a printable name: a terminal would obey control characters in it. Raises FieldError."""
+    """Returns `value` if it is a printable name, because a terminal would obey control characters.
+
+    Raises FieldError.
+    """
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME:
         raise FieldError(f"{key!r} is {shown(value)}, not a name")
     return value

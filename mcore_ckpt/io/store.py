@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# URL schemes of object stores. These have no folders, and for some of these schemes fsspec would make a bucket instead
+# URL schemes of object stores. Object stores have no folders, and for some schemes fsspec would make a bucket instead
 # of a folder.
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 # URL schemes of stores that report the MD5 of every file, however the file was sent.
@@ -92,7 +92,7 @@ class Store:
         return redacted(str(error), self._secrets)
 
     def space(self) -> DiskSpace | None:
-        """Returns how much can be written into the store; None if it does not tell, as most stores. Raises OSError."""
+        """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
         return space_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Does work on a thread that exists only while there is work, and lets others wait for the end of the work."""
+"""Does work on a thread that exists only while there is work, and lets other threads wait for the end of the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Handle(Generic[Result]):
-    """Work that is under way or has ended, for those who wait for it.
+    """Work that is under way or has ended, for threads that wait for it.
 
     The message of a TimeoutError begins with `under_way`, which says that the work is under way, and ends with
     `advice`.

@@ -77,7 +77,7 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
     is_one = f"{name}: RANK and WORLD_SIZE say that this is process {seat.rank} of {seat.world_size}"
     alone = "If this process should work alone, as one that a training has started, unset WORLD_SIZE"
     place = f"{seat.place[0]}:{seat.place[1]}"
-    waits = f"{is_one}: it waits up to {start_s:g} s for the others at {place}. {alone}"
+    waits = f"{is_one}: it waits up to {start_s:g} s for the other processes at {place}. {alone}"
     notice = threading.Timer(deadlines.NOTICE_S, logger.warning, (waits,))
     notice.daemon = True
     notice.start()

@@ -123,8 +123,8 @@ def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], 
     """Returns a function for `poll` that returns True once the store has all keys.
 
     The function asks for RANKS_AT_ONCE keys at a time, and never again for keys that were there. Otherwise each poll
-    would ask for thousands of keys, which holds up this process's other threads. It calls `found` with each batch of
-    keys once, in order, when the store has all keys of the batch.
+    would ask for thousands of keys, which holds up this process's other threads. The function calls `found` with each
+    batch of keys once, in order, when the store has all keys of the batch.
     """
     parts = [keys[start : start + deadlines.RANKS_AT_ONCE] for start in range(0, len(keys), deadlines.RANKS_AT_ONCE)]
     parts.reverse()

@@ -103,7 +103,7 @@ class Round:
         self.has_submitted = True
 
     def leave(self, error: BaseException) -> Record | None:
-        """Fails the round, because `error` has interrupted this rank. Any rank except rank 0 may call it.
+        """Fails the round, because `error` has interrupted this rank. For all ranks except rank 0.
 
         Returns None, or, if rank 0 has already claimed the outcome, the record that the other ranks get.
         """
@@ -119,7 +119,7 @@ class Round:
         return message.get("record")
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
-        """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls it.
+        """Returns the records of all ranks, in the order of the ranks. Called only on rank 0.
 
         Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
         """
@@ -161,7 +161,7 @@ class Round:
         return silence_of(self._topic, silent, self._timeout_s)
 
     def claim(self, default: type[CheckpointError]) -> None:
-        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Only rank 0 calls it.
+        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Called only on rank 0.
 
         If a rank has already given up, raises the error that the rank has recorded.
         """
@@ -170,11 +170,11 @@ class Round:
             raise from_record(outcome["error"], default)
 
     def announce(self, record: Record) -> None:
-        """Announces the record that all ranks get. Only rank 0 calls it."""
+        """Announces the record that all ranks get. Called only on rank 0."""
         self._put(f"{self.prefix}/done", {"record": record})
 
     def announce_failure(self, error: BaseException) -> Record | None:
-        """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
+        """Announces that the round has failed with `error`, even after `claim`. Called only on rank 0.
 
         If a rank had given up before, the error of that rank stays the outcome, and all other ranks raise that error.
         In this case the record of that error is returned, otherwise None.
@@ -185,7 +185,7 @@ class Round:
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError]) -> Record:
-        """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call it.
+        """Waits for the record that rank 0 announces, and returns it. Called on all ranks except rank 0.
 
         If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
         stays silent, only the disk shows what it did. Raises the error that rank 0 announces, or `default` if rank 0 is

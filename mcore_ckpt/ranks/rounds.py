@@ -107,9 +107,9 @@ class Agreement:
         world_size: the number of ranks in the group.
         namespace: the prefix of all keys. It is the same on all ranks, and no other group on this store uses it.
         timeout_s: the timeout of each wait, in seconds.
-        host: the store that `store` is a client of. This object keeps a reference to it, because the store's server
-            stops when the last reference is dropped. `destroy_process_group()` drops the job's own reference, perhaps
-            while a save is still finishing.
+        host: the store that `store` is a client of. This object keeps a reference to that store, because the store's
+            server stops when the last reference is dropped. `destroy_process_group()` drops the job's own reference,
+            perhaps while a save is still finishing.
 
     Attributes:
         runner: does this rank's work in each round.
@@ -286,9 +286,9 @@ class Agreement:
     def fail_next_round(self, topic: str, error: BaseException, name: str | None = None) -> None:
         """Fails the next round because this rank cannot take part in it.
 
-        The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
-        `name` is the name of the round; see `begin`. A round that this rank has begun, but not submitted to, counts as
-        the next one.
+        The other ranks get the error. This rank begins the round like the other ranks, so all ranks stay at the same
+        round. `name` is the name of the round; see `begin`. A round that this rank has begun, but not submitted to,
+        counts as the next round.
         """
         last = self._begun[-1] if self._begun else None
         is_next = last is not None and last.name == name and not last.has_submitted
@@ -307,7 +307,7 @@ class Agreement:
             self._told = error
 
     def _delete_submissions(self) -> None:
-        """Deletes this rank's submissions to rounds that are over. All ranks except rank 0 call this.
+        """Deletes this rank's submissions to rounds that are over. Called on all ranks except rank 0.
 
         Each rank deletes its own submissions, because rank 0 would hold up the training with requests for thousands of
         ranks. A round in which this rank has given up is over when a later round is over. An outer round, to which this
@@ -327,8 +327,8 @@ class Agreement:
         the inner round has not left the outer round. One inner round is safe, because the next round begins only after
         all ranks have left both rounds. A second inner round would delete the outcome of the outer round.
 
-        Rank 0 can be several rounds ahead, if it failed immediately in each of them. The other ranks still need the
-        keys of these rounds.
+        Rank 0 can be several rounds ahead if it failed immediately in each of these rounds. The other ranks still need
+        the keys of these rounds.
         """
         reached = max((number for number, round_ in enumerate(self._begun) if round_.has_all_submissions), default=0)
         for round_ in self._begun[:reached]:
@@ -435,7 +435,7 @@ def decide(
 
 
 def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], error: type[CheckpointError]) -> Record:
-    """Takes part in a round. All ranks except rank 0 call it."""
+    """Takes part in a round. Called on all ranks except rank 0."""
     own: BaseException | None = None
     try:
         own = _work_and_submit(round_, partial(agreement.runner.run, work))
@@ -464,7 +464,7 @@ def _lead(
     error: type[CheckpointError],
     act: Callable[[], None] | None,
 ) -> Record:
-    """Takes part in a round, and decides. Only rank 0 calls it."""
+    """Takes part in a round, and decides. Called only on rank 0."""
     own: BaseException | None = None
     told: BaseException | None = None
     record: Record | None = None

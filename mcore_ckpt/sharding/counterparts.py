@@ -51,7 +51,7 @@ Layers = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is: its layer's name, its part of the layer, and its name in the layer."""
+    """The place of a tensor: its layer's name, its part of the layer, and its name in the layer."""
 
     layer: str
     part: str
@@ -59,7 +59,7 @@ class _Place:
 
 
 def _place(name: str) -> _Place | None:
-    """Returns where a tensor is. None if it belongs to no known part of a layer."""
+    """Returns the place of a tensor. None if it belongs to no known part of a layer."""
     match = _NAME.fullmatch(name)
     part = None if match is None else _MODULES.get(match[2].partition(".")[0])
     return None if match is None or part is None else _Place(match[1], part, match[2])

@@ -144,8 +144,8 @@ class ShardedPosition:
         Args:
             rank, size: the data-parallel rank and size; None for the rank and size of the load.
             workers: for a position of `of_dataloader`, how many workers the loader has. A number other than the saved
-                one counts as another data-parallel size. None: the number is not compared here, but torchdata refuses
-                another one.
+                one counts as another data-parallel size. None: the number is not compared here; torchdata itself
+                refuses another number.
 
         Raises:
             CheckpointMismatchError: positions of this kind cannot be divided, or these positions cannot be divided
@@ -195,7 +195,7 @@ def _count(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What can be done with the positions of one kind.
+    """The operations on the positions of one kind.
 
     Attributes:
         same: makes the result of `for_rank` under the saved size from a rank's state.

@@ -32,7 +32,7 @@ _MOST_NAMES = 1 << 24
 _NONE = "0"
 
 Numbers = tuple[int, ...]
-# Maps a pattern, and the numbers of a name before the last number, to the last numbers of the names that have these.
+# Maps a pattern, and all numbers of a name except the last, to the last numbers of all names that begin with these.
 _Found = dict[str, dict[Numbers, set[int]]]
 # Maps a pattern, with all ranges of an entry except the last, to the entries that have these, and each entry to its
 # last range.

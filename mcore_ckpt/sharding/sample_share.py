@@ -1,4 +1,4 @@
-"""Divides the samples of a data set among data-parallel ranks, and divides anew what is left of them.
+"""Divides the samples of a data set among data-parallel ranks, and divides anew the samples that are left.
 
 A share is every `size`-th of the samples that were left at the last division. So ranks that have taken equally many
 samples are described by two numbers. If some ranks are ahead, the samples that the other ranks still have to take are

@@ -54,7 +54,7 @@ def check_replicas(digests: Sequence[Mapping[str, str]], dp: Sequence[int]) -> N
             if digests[other][name] != digest:
                 raise CommitError(
                     f"{name}: ranks {other} and {rank} are the same data-parallel rank, {dp[rank]}, but have different "
-                    "data positions: give all ranks of one data-parallel place the same"
+                    "data positions: give all ranks of one data-parallel place the same position"
                 )
 
 

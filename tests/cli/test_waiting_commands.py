@@ -52,4 +52,4 @@ def test_it_says_what_it_waits_for_and_ends(
     assert "unset WORLD_SIZE" in error
     if has_agent:
         assert "no word from rank 1 within 0.5 s" in error
-        assert f"{said}: it waits up to 0.5 s for the others at 127.0.0.1:{training}" in caplog.text
+        assert f"{said}: it waits up to 0.5 s for the other processes at 127.0.0.1:{training}" in caplog.text
