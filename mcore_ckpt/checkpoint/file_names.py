@@ -100,7 +100,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the step folders below `root` for each step; the one called `global_steps_<step>` is the first."""
+    """Returns the step folders below `root` for each step; the folder called `global_steps_<step>` is the first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:
@@ -250,7 +250,7 @@ def deleted_dir(step_path: Path, attempt: str) -> Path:
 
 
 def parse_work_dir(name: str) -> RoleWorkDir | None:
-    """Parses the name of a working folder. Returns None if it is not one."""
+    """Parses the name of a working folder. Returns None for any other name."""
     match = _ROLE_WORK_DIR.fullmatch(name)
     return RoleWorkDir(*match.groups()) if match else None
 
@@ -281,7 +281,7 @@ def is_deleted_dir(name: str) -> bool:
 
 
 def trial_dir(root: Path, attempt: str) -> Path:
-    """Returns the folder in which `mcore-ckpt doctor` tries what the file system can do."""
+    """Returns the folder in which `mcore-ckpt doctor` tries the abilities of the file system."""
     return root / f".doctor-{attempt}"
 
 
@@ -348,7 +348,7 @@ def part_dir(part: str, rank: int) -> str:
 
 
 def parse_part(path: str) -> tuple[str, int, str] | None:
-    """Returns the part, the rank, and the path below `part_dir` of a file of a part; None for any other path."""
+    """Returns the part, the rank and the path below `part_dir` from the path of a part's file; None for other paths."""
     match = _PART_PLACE.fullmatch(path)
     return (match.group(1), int(match.group(2)), match.group(3)) if match else None
 
@@ -373,5 +373,5 @@ def config_dirs(role_dir: Path) -> list[Path]:
 
 
 def config_dir(role_dir: Path) -> Path | None:
-    """Returns the first of the `config_dirs` that holds a `config.json`; None if none does."""
+    """Returns the first of the `config_dirs` that holds a `config.json`; None if no folder does."""
     return next((folder for folder in config_dirs(role_dir) if (folder / "config.json").is_file()), None)

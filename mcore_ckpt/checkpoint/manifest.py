@@ -1,6 +1,6 @@
 """Encodes and decodes `manifest.json`, which makes a folder a checkpoint. See docs/format.md.
 
-This module only translates between bytes and dataclasses. It reads no files.
+This module only translates between bytes and objects. It reads no files.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StageRecord:
     mtp: tuple[int, ...]
 
 
-# A manifest has tens of thousands of the next two. Dataclasses would take ten times as long to make, and Python's
-# garbage collector would look at each of them.
+# A manifest has tens of thousands of objects of the next two classes. Dataclasses would take ten times as long to make,
+# and Python's garbage collector would look at each of them.
 class IndexPlace(msgspec.Struct, frozen=True, gc=False):
     """The place of an index in its file, in bytes, the CRC-32 of the index, and the version of its format."""
 
@@ -79,7 +79,9 @@ class FileRecord(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The settings of low-rank adapters (LoRA, DoRA) that tensors do not show. A model's adapters share them.
+    """The settings of low-rank adapters (LoRA, DoRA) that tensors do not show.
+
+    All adapters of a model share these settings.
 
     Attributes:
         alpha: an adapter of rank r is scaled by alpha / r.
@@ -277,8 +279,8 @@ def _entry(file: FileRecord) -> Entry:
 def decode_manifest(data: bytes) -> Manifest:
     """Decodes a manifest and checks its checksum and every field.
 
-    Raises NewerFormatError if its format version is newer than this package reads, and FieldError if it was cut or
-    damaged, has another format, or names a path outside its folder.
+    Raises NewerFormatError if the format version is newer than this package reads. Raises FieldError if the manifest
+    was cut or damaged, has another format, or names a path outside its folder.
     """
     members = _checked_members(data)
     manifest = _read_manifest(members)
@@ -410,7 +412,7 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
         parts[name], least = [], 0
         for run in fields.get_list(record, name):
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
-            # These ranks are those of the original save. If the step was resharded since, it may have fewer ranks.
+            # These ranks are those of the original save. A step that was resharded since then may have fewer ranks.
             if not least <= first <= last < limits.PART_RANKS:
                 raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
             parts[name].append((first, last))
@@ -487,7 +489,7 @@ def _count_held(file: FileRecord, count: int) -> int:
 
 
 def _check_paths(files: Sequence[FileRecord]) -> None:
-    """Checks that each path names a file below the role's folder, and that no two name the same file."""
+    """Checks that each path names a file below the role's folder, and that no two paths name the same file."""
     seen: set[str] = set()
     for file in files:
         path = file.path

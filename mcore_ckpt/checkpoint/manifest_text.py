@@ -1,4 +1,4 @@
-"""Cuts the bytes of `manifest.json` into its members, and decodes the large ones quickly for thousands of ranks.
+"""Cuts the bytes of `manifest.json` into its members, and decodes large members quickly for thousands of ranks.
 
 A large manifest consists mostly of the entries of its files, and such an entry mostly of its `holds`. Many files hold
 the same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
@@ -153,7 +153,7 @@ class Members:
     The members that grow with the ranks, tensors and files are decoded when they are asked for.
 
     Attributes:
-        small: the other members.
+        small: the decoded values of the other members.
         is_intact: whether the checksum is right. If it is wrong, the large members cannot be read.
     """
 
@@ -163,7 +163,10 @@ class Members:
     is_intact: bool = True
 
     def entries(self) -> Iterator[tuple[Entry, Holds]]:
-        """Yields the entries of the files, and what they hold. Equal `holds` are the same object. Raises FieldError."""
+        """Yields the entry of each file, with the `Holds` of the file.
+
+        Equal `holds` are the same object. Raises FieldError.
+        """
         known: dict[bytes, Holds] = {}
         for entry in self.objects(_FILES, ENTRY_LIST):
             yield entry, _holds_of(entry, known)
@@ -254,7 +257,7 @@ def read(data: bytes) -> Members:
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except fields.FieldError:
-        # The data are too large to be parsed as a whole. `encode` never returns such data.
+        # Data in the form of `encode` that cannot be parsed as a whole are returned with their wrong checksum.
         if found is not None:
             return found
         raise

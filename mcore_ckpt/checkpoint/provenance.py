@@ -1,7 +1,7 @@
 """Describes the run that a checkpoint belongs to, its commit, and the commit that it continues.
 
 The manifest contains the run and the commit (docs/format.md). `steps/runs.py` decides which root owns a checkpoint, and
-`steps/branches.py` which one is the newest.
+`steps/branches.py` which checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         id: 32 hexadecimal digits.
-        parent: the step of another run that this one began with; None if there is none.
+        parent: the step of another run that this run began with; None if there is none.
         root: the folder of the steps at the time of the save, as an absolute path without links.
         host: the name of the host that saved.
     """
@@ -55,8 +55,8 @@ class Commit:
         number: grows with each commit of a root. The roles of a step share one number, but a role that saves the step
             again gets a new number.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
-        branch: the numbers of the commits that led to this one, and its own number. Earlier commits that are not among
-            them were given up.
+        branch: the numbers of the commits that led to this commit, and this commit's own number. Earlier commits whose
+            numbers are missing here were given up.
     """
 
     number: int

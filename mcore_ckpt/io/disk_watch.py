@@ -1,8 +1,9 @@
-"""Runs work that uses a file system on its own thread, and gives it up if a call to the system does not return.
+"""Runs work that uses a file system on its own thread, and gives the work up if a call to the system does not return.
 
 A file system that is frozen, or whose server has gone, gives no answer, not even an error, and nothing wakes a thread
-that waits for it. So while the caller waits, it looks which calls the threads of the work are in. If a single call
-lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it takes.
+that waits for it. So while the caller waits, the caller looks which calls the threads of the work are in. If a single
+call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it
+takes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Call:
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.doing} has not returned for {self.seconds:.0f} s: the disk, or the server that has "
-            "it, hangs. Everything works again when it answers; look at the system's log (dmesg) and at the server"
+            "it, hangs. Once the disk answers, everything works again; look at the system's log (dmesg) and at the server"
         )
 
 
@@ -88,7 +89,7 @@ def _job_of(thread: threading.Thread) -> Job | None:
 def in_function_of_trainer() -> Iterator[None]:
     """Marks this thread as running a function of the trainer.
 
-    Such a function may wait for anything. Only a wait that cannot be interrupted is a call to a disk.
+    Such a function may wait for anything. Only a wait that cannot be interrupted counts as a call to a disk.
     """
     thread = threading.current_thread()
     before = _runs_trainer(thread)
@@ -200,7 +201,7 @@ def _words(frame: FrameType) -> str:
 
 
 def _path(frame: FrameType | None) -> str:
-    """Returns the path that a call is about: the first one found, from the innermost frame outwards."""
+    """Returns the path that a call is about: the first path found, from the innermost frame outwards."""
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
@@ -228,8 +229,8 @@ class Work(Generic[Result]):
     ) -> None:
         self._work, self._timeout_s, self._around, self._who = work, timeout_s, around or nullcontext(), who
         self._left = [] if left is None else left
-        # An error may be raised in any thread at any place (`give_up`, Ctrl-C). In a method of `threading.Event` it
-        # would leave the event's lock locked, and whoever sets the event or waits for it would wait for ever.
+        # An error may be raised in any thread at any place (`give_up`, Ctrl-C). In a method of `threading.Event` the
+        # error would leave the event's lock locked, and every thread that sets the event or waits for it would hang.
         self._has_ended, self._is_given_up, self._running = False, False, threading.Lock()
         self._running.acquire()
         self._result: list[Result] = []

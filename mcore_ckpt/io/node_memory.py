@@ -16,7 +16,7 @@ from mcore_ckpt.io.mounts import mount_of
 def bytes_free(folder: Path) -> int | None:
     """Returns how many bytes a folder, or the place where it would be made, can still take.
 
-    None if nothing limits them.
+    None if there is no limit.
 
     A tmpfs takes memory only when it is written to, so it can report more free bytes than there is memory. Raises
     OSError.

@@ -97,7 +97,7 @@ def quotas_of(descriptor: int, options: Collection[str], without_0: bool) -> Ite
 def _enforced(descriptor: int) -> int:
     """Returns the flags of Q_XGETQSTAT.
 
-    Each kind of quota has two bits: one says that it is counted, the other that it is enforced.
+    Each kind of quota has two bits: one says that the quota is counted, the other that it is enforced.
     """
     buffer = ctypes.create_string_buffer(256)
     if not _quotactl(descriptor, _GET_STATE, 0, 0, buffer):

@@ -26,7 +26,7 @@ def _remove_folder(parent: int | None, name: str) -> None:
     """Removes the folder `name` in the open folder `parent`. Without `parent`, `name` is a path."""
     # Suppress more than OSError, because a folder may also be nested too deep for Python, or memory may be short.
     with suppress(Exception):
-        # Use descriptors, so that no folder can be replaced by a link on the way to the files in it.
+        # Use descriptors, so that nobody can replace a folder on the path by a link while its files are removed.
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
             _remove_contents(descriptor)

@@ -55,7 +55,8 @@ def persist(
                     "Check that the store can be reached and that this process may use it"
                 ) from None
             logger.info("%s: %s has failed, trying again: %s", url, what, redacted(error))
-        # After an outage all ranks try again. Random pauses keep their requests from arriving at the same moment.
+        # After an outage all ranks try again. Random pauses keep the requests of the ranks from arriving at the same
+        # moment.
         stop.wait(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, REMOTE_PAUSE_MOST_S)
     raise AssertionError("unreachable: the last try returns or raises")

@@ -75,7 +75,7 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
     import torch.distributed as dist
 
     is_one = f"{name}: RANK and WORLD_SIZE say that this is process {seat.rank} of {seat.world_size}"
-    alone = "If this process should work alone, as one that a training has started, unset WORLD_SIZE"
+    alone = "If this process should work alone, for example because a training has started it, unset WORLD_SIZE"
     place = f"{seat.place[0]}:{seat.place[1]}"
     waits = f"{is_one}: it waits up to {start_s:g} s for the other processes at {place}. {alone}"
     notice = threading.Timer(deadlines.NOTICE_S, logger.warning, (waits,))
@@ -88,7 +88,7 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
         namespace, topic = f"mcore_ckpt/{name}", "connecting the ranks"
         return rendezvous_at(store, seat.rank, seat.world_size, namespace, timeout_s, topic, start_s=start_s)
     except (AgreementError, RuntimeError) as error:
-        raise AgreementError(f"{is_one}, but they have not met at {place}: {error}. {alone}") from error
+        raise AgreementError(f"{is_one}, but the processes have not met at {place}: {error}. {alone}") from error
     finally:
         notice.cancel()
 

@@ -87,7 +87,7 @@ class Round:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def restart_deadline(self) -> None:
-        """Restarts the deadline. A rank calls it when it has finished its own work, such as writing its files."""
+        """Restarts the deadline. Called when a rank has finished its own work, such as writing its files."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:

@@ -239,7 +239,7 @@ class Agreement:
         return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)
 
     def close(self) -> None:
-        """Deletes the keys of this rank. Every rank calls it after its last round.
+        """Deletes the keys of this rank. Every rank calls this method after its last round.
 
         This method waits for nobody and raises nothing. The last rank that closes deletes the keys that other ranks may
         still have to read. In a forked child this method does nothing.
@@ -508,9 +508,9 @@ def agree(
 ) -> Record:
     """Returns, on every rank, what `answer` returns on rank 0.
 
-    Every rank calls it with the same `request`: plain JSON values, or a function that returns them. Raises
+    Every rank calls this function with the same `request`: plain JSON values, or a function that returns them. Raises
     AgreementError if the requests differ, a rank is missing, or another exception was raised. If a rank raises a
-    CheckpointError, all ranks raise one of the same type.
+    CheckpointError, all ranks raise an error of the same type.
     """
 
     def combine(records: Sequence[Record]) -> Record:

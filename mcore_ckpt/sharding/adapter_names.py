@@ -19,7 +19,8 @@ ROLL trains, has other names for the same tensors. On disk the tensors have Mega
 - Grouped experts. If all experts of a rank share one adapter, Bridge 0.6 keeps this adapter equal on all ranks. So each
   expert-parallel rank stores a copy, and a load under any size can read one. Bridge 0.3 lets the adapters of the ranks
   drift apart, so a manager refuses them with expert parallelism. If each expert has its own adapter
-  (`share_expert_adapters=False`), its tensors have an axis of experts, and are cut like any others.
+  (`share_expert_adapters=False`), the adapters' tensors have an axis of experts, and are cut like other tensors of
+  experts.
 """
 
 from __future__ import annotations

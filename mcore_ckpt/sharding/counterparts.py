@@ -1,13 +1,13 @@
 """Finds the layers of a stored model that hold the parts of another model's layers.
 
-A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) has attention, an MLP or a
-Mamba mixer. So the same sequence of parts has different layer numbers in the two models. In multi-token prediction,
-GPTModel has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
+A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) has only one part: attention,
+an MLP or a Mamba mixer. So the same sequence of parts has different layer numbers in the two models. In multi-token
+prediction, GPTModel has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
 
 When a manager is made, all ranks tell each other the parts of their layers. A load matches these parts in order, one by
-one, with the parts in the stored names. It matches each depth of multi-token prediction separately. Megatron's own
-loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer, whatever parts lie between.
-This module refuses another order of parts, because the loaded model would compute something else.
+one, with the parts in the stored names. The load matches each depth of multi-token prediction separately. Megatron's
+own loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer, whatever parts lie
+between. This module refuses another order of parts, because the loaded model would compute something else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Place:
 
 
 def _place(name: str) -> _Place | None:
-    """Returns the place of a tensor. None if it belongs to no known part of a layer."""
+    """Returns the place of a tensor. None if the tensor belongs to no known part of a layer."""
     match = _NAME.fullmatch(name)
     part = None if match is None else _MODULES.get(match[2].partition(".")[0])
     return None if match is None or part is None else _Place(match[1], part, match[2])

@@ -1,8 +1,8 @@
 """Positions in the data that can be divided anew when a training goes on with another number of data-parallel ranks.
 
 Each rank puts its own position into `extra_state`, where it is stored as plain values: `{MARK: 1, "kind": ..., "state":
-...}`. A load under the same data-parallel size gives each rank its own position back. Under another size, it reads the
-positions of all saved ranks. Each kind of position has a rule that divides these positions, or refuses to
+...}`. A load under the same data-parallel size gives each rank its own position back. A load under another size reads
+the positions of all saved ranks. Each kind of position has a rule that divides these positions, or refuses to
 (docs/how_to/resume.md).
 
 A position belongs to a data-parallel rank, so ranks that differ only in their tensor, context or pipeline place have
@@ -27,7 +27,9 @@ _VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class ShardedPosition:
-    """The position of one data-parallel rank in the data. After a load, it can have the positions of all saved ranks.
+    """The position of one data-parallel rank in the data.
+
+    After a load, the object can have the positions of all saved ranks.
 
     Make it with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
     `extra_state` that `load` returns contains the position again.
@@ -94,7 +96,7 @@ class ShardedPosition:
         """Returns the position of torchdata's `StatefulDataLoader`.
 
         `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
-        loaders of all ranks are at the end of an epoch: then begin the next one without a state. Otherwise `for_rank`
+        loaders of all ranks are at the end of an epoch: then begin the next epoch without a state. Otherwise `for_rank`
         raises an error, because the state of the loader's own sampler cannot be divided.
 
         Args:

@@ -1,6 +1,6 @@
 """Computes from the config alone which layers a (virtual) pipeline stage holds.
 
-Tools use this module to plan another layout without a model, and tests compare its numbers with megatron's. A save does
+Tools use this module to plan another layout without a model, and tests compare the results with megatron's. A save does
 not need the module, because a live model knows the numbers of its layers (`layer.layer_number`).
 """
 
@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 _WORDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
-# Mamba, gated delta net, attention, DeepSeek's sparse attention, latent attention, MLP, experts (`Symbols`, 0.19).
+# The symbols of Mamba, gated delta net, attention, DeepSeek's sparse attention, latent attention, MLP, experts
+# (`Symbols`, 0.19).
 _LAYER_SYMBOLS = "MG*D+-E"
 _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
@@ -94,8 +95,8 @@ class PipelineSplit:
 def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
     """Parses a pipeline layout in the syntax of megatron's command line (`parse_str_to_list`, 0.16.1).
 
-    Raises ValueError if it has an unknown character, or does not begin with its only embedding and end with its only
-    loss.
+    Raises ValueError if the text has an unknown character, or does not begin with its only embedding and end with its
+    only loss.
 
     Example:
         >>> parse_layout("Et|t*2|(t|)*1L")

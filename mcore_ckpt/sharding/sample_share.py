@@ -75,7 +75,7 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
     if any(replace(first, rank=number, taken=share.taken) != share for number, share in enumerate(shares)):
         raise InvalidArgumentError("the shares of the ranks are not of one division, or not in the order of the ranks")
     if len(shares) != first.size:
-        raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size}")
+        raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size} ranks: use the shares of all ranks")
     taken = [share.taken for share in shares]
     # The places of all ranks are numbered together. Every place before `begin` has been taken, and none from `end` on.
     begin = min(taken) * len(shares)

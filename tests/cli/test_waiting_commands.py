@@ -48,7 +48,7 @@ def test_it_says_what_it_waits_for_and_ends(
     assert main([word.format(folder=tmp_path) for word in COMMANDS[command]]) == 1
     error = capsys.readouterr().err
     said = f"{command}: RANK and WORLD_SIZE say that this is process 0 of 2"
-    assert f"{said}, but they have not met at 127.0.0.1:{training}" in error
+    assert f"{said}, but the processes have not met at 127.0.0.1:{training}" in error
     assert "unset WORLD_SIZE" in error
     if has_agent:
         assert "no word from rank 1 within 0.5 s" in error
