@@ -62,7 +62,8 @@ class Call:
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.doing} has not returned for {self.seconds:.0f} s: the disk, or the server that has "
-            "it, hangs. Once the disk answers, everything works again; look at the system's log (dmesg) and at the server"
+            "it, hangs. Once the disk answers, everything works again. Look at the system's log (dmesg) and at the "
+            "server"
         )
 
 
