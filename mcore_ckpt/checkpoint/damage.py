@@ -39,7 +39,7 @@ class Damage:
 
     @staticmethod
     def of(error: Exception, file: str, rank: int | None = None) -> Damage:
-        """Returns the damage that an error of `checkpoint.reading` reports of a file."""
+        """Returns the damage of a file, as an error of `checkpoint.reading` reports it."""
         return Damage(str(error), file, rank, unreadable=isinstance(error.__cause__, PermissionError))
 
 
@@ -64,8 +64,8 @@ def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress
 def find_damage(role_dir: Path, read_bytes: bool = True) -> list[Damage]:
     """Checks a role's committed checkpoint: its manifest, the existence and size of each file, and each file's CRC.
 
-    Unless `read_bytes` is set, the files' CRCs are not checked. Returns all damage found; an empty list if the
-    checkpoint is intact. A missing or damaged manifest is damage, too.
+    The files' CRCs are checked only if `read_bytes` is set. Returns all damage found; an empty list if the checkpoint
+    is intact. A missing or damaged manifest is damage, too.
     """
     try:
         manifest = read_manifest(role_dir)

@@ -44,7 +44,7 @@ _FLAGS = ("conj", "neg")
 class StoredBytes:
     """The bytes of a storage: `nbytes` bytes at byte `offset` of the archive. Several tensors can share a storage.
 
-    `key` is the storage's name in the archive, `dtype` the dtype that the pickle gives the storage.
+    `key` is the storage's name in the archive. `dtype` is the dtype that the pickle gives the storage.
     """
 
     key: str
@@ -58,7 +58,7 @@ class TensorPlace:
     """The place of a tensor in a storage.
 
     `start` is the position of the tensor's first element. `start` and `stride` are in elements. `flags` can contain
-    "conj" if the tensor is the conjugate of the stored numbers, and "neg" if it is their negative.
+    "conj", if the tensor is the conjugate of the stored numbers, and "neg", if the tensor is the negative of them.
     """
 
     stored: StoredBytes
@@ -106,7 +106,10 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Returns the dtype (also for a storage class) or function that a global name refers to; None if unknown."""
+        """Returns the dtype (also for a storage class) or function that a global name refers to.
+
+        Returns None if the name is unknown.
+        """
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         # `getattr` would let a file make torch import more of its modules. `vars` imports nothing.

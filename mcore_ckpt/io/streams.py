@@ -1,4 +1,4 @@
-"""Streams files that are larger than memory, in batches of parts: one batch is read while another one is written."""
+"""Streams files that are larger than memory, in batches of parts: one is read while another is written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Placed(Generic[P]):
 
 
 def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
-    """Yields batches of parts that have been read, in order. Raises what `read` raises.
+    """Yields batches of parts that have been read, in order. Raises the exceptions of `read`.
 
     The memory of a batch is valid until the next batch is requested. Memory use is two buffers of STREAM_BYTES,
     whatever the sizes of the files.

@@ -125,7 +125,7 @@ def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tupl
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yields what remains of a box around a hole, as at most two boxes per axis."""
+    """Yields the parts of a box that lie outside a hole in the box, as at most two boxes per axis."""
     offset, shape = list(box.offset), list(box.shape)
     for axis in range(len(shape)):
         before = hole.offset[axis] - offset[axis]
@@ -139,7 +139,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
-    """Yields the copies of a box's elements. The rows are as few and as long as the strides of both sides allow."""
+    """Yields the copies of a box's elements. Makes the fewest and longest rows that the strides of both sides allow."""
     start, destination = have.position_of(common.offset), want.position_of(common.offset)
     axes = [axis for axis in zip(common.shape, have.strides, want.strides, strict=True) if axis[0] != 1]
     row = 1
@@ -182,7 +182,7 @@ def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
 def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
     """Yields the parts of rows that lie in elements `[first, last)` of the stored region.
 
-    All rows that lie entirely in these elements are yielded together. Each row that is cut is yielded by itself.
+    All rows that lie entirely in these elements are yielded together. Each row that is cut is yielded separately.
     """
     stride = rows.source_stride or rows.row
     # Rows `[low, high)` lie entirely in the elements.
@@ -217,5 +217,5 @@ def rows_into(rows: Rows, first: int, last: int) -> Iterator[Rows]:
 
 
 def _mirrored(rows: Rows) -> Rows:
-    """Returns the same copies in the other direction."""
+    """Returns the same copies, with the stored and the wanted region exchanged."""
     return Rows(rows.destination, rows.start, rows.row, rows.rows, rows.destination_stride, rows.source_stride)

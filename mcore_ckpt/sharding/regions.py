@@ -21,7 +21,10 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the box where both boxes overlap, or None. Both boxes must have the same number of axes."""
+        """Returns the box in which both boxes overlap; None if they do not overlap.
+
+        Both boxes must have the same number of axes.
+        """
         starts = tuple(map(max, self.offset, other.offset))
         stops = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -166,7 +169,7 @@ class Region:
             raise ValueError(f"pieces {self.pieces} do not tile a local tensor of shape {self.local_shape}")
 
     def describe(self) -> str:
-        """Describes the region for error messages: the global shape and, if the region is only a part, which part."""
+        """Describes the region for error messages: the global shape and, unless the region is whole, its place."""
         text = f"global shape {list(self.global_shape)}"
         if self.local_shape != self.global_shape:
             text += f", local shape {list(self.local_shape)} at {[list(p.global_offset) for p in self.pieces]}"
