@@ -1,8 +1,8 @@
 """Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back.
 
-Integrations use the public names: `to_stored` copies a trainer's values into values that are safe to open,
-`from_stored` makes the original values again, `read_rng` and `write_rng` read and set this rank's random number
-generators, and `optimizer_parts` finds the optimizers in a chain.
+Integrations use the public names: `to_stored` converts a trainer's values to values that are safe to open,
+`from_stored` converts them back to the original values, `read_rng` and `write_rng` read and set this rank's random
+number generators, and `optimizer_parts` finds the optimizers in a chain.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from mcore_ckpt.state.shards import LocalShard
 def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
     """Returns the settings of this rank's adapters as JSON values, without duplicates.
 
-    A pipeline stage may have none. `adapter_settings` joins the settings of all ranks.
+    A pipeline stage may have no adapters. `adapter_settings` joins the settings of all ranks.
     """
     found = {settings: None for chunk in chunks for settings in _read(chunk)}
     return [asdict(settings) for settings in found]
@@ -29,7 +29,7 @@ def own_trained(shards: Sequence[LocalShard]) -> list[str]:
     """Returns the names of this rank's parameters that are trained although others are frozen."""
     parameters = [s for s in shards if s.key.kind == MODEL and not s.is_buffer and not is_adapter(s.key.name)]
     trained = [shard.key.name for shard in parameters if not shard.is_frozen]
-    # A model without adapters and frozen parameters needs no list, because the list would have every parameter.
+    # A model that has no adapters and no frozen parameters needs no list, because the list would have every parameter.
     is_adapted = any(is_adapter(shard.key.name) for shard in shards)
     return trained if is_adapted or len(trained) < len(parameters) else []
 
@@ -49,7 +49,7 @@ def adapter_settings(
         raise UnsupportedError(
             f"the model has adapters of alpha {first.alpha:g} (dropout {first.dropout:g}) and others of alpha "
             f"{second.alpha:g} (dropout {second.dropout:g}), but a checkpoint can have only one alpha and one "
-            "dropout: give all adapters the same"
+            "dropout: give all adapters the same alpha and dropout"
         )
     settings = next(iter(found), None)
     return settings if settings is None or trained is None else replace(settings, trained=tuple(sorted({*trained})))

@@ -16,13 +16,13 @@ from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, Inv
 
 @dataclass(frozen=True)
 class HandOver:
-    """A file or folder that the trainer gives away with a save, so that no byte is copied where the disk can link.
+    """A file or folder that the trainer gives away with a save. No byte is copied if the file system supports links.
 
-    It stays where it is until the save is committed, and is removed then. If the save fails, it stays. From the call of
-    `save` on, nobody may change it.
+    The file or folder is removed when the save has been committed. If the save fails, it stays. Nobody may change it
+    after the call of `save`.
 
     Attributes:
-        path: the file or folder. It may not be, or contain, a link.
+        path: the file or folder. A symbolic link is refused, and so is a folder that contains one.
     """
 
     path: str | os.PathLike[str]
@@ -30,7 +30,7 @@ class HandOver:
 
 @dataclass(frozen=True, eq=False)
 class SavedPart:
-    """A part of the step that is being loaded, for the function that loads it.
+    """What a load passes to a part's `load` function: the part as the step contains it.
 
     Attributes:
         name: the part's name.
@@ -48,7 +48,7 @@ class SavedPart:
     _folder_of: Callable[[int], Path]
 
     def folder(self, rank: int | None = None) -> Path:
-        """Returns the folder with what a rank has saved. Do not change it, and do not keep it beyond the load.
+        """Returns the folder with the files that a rank has saved. Do not change them, or use them after the load.
 
         Args:
             rank: one of `ranks`. None: the only rank in `ranks`, or else this rank.
@@ -66,7 +66,7 @@ class SavedPart:
         return self._folder_of(chosen)
 
     def read(self, rank: int | None = None) -> bytes:
-        """Returns what a rank has saved, if that is bytes or one file.
+        """Returns the bytes that a rank has saved as bytes or as one file.
 
         Raises the errors of `folder`, and CheckpointMismatchError if the rank has saved something else.
         """
@@ -77,8 +77,8 @@ class SavedPart:
         return entries[0].read_bytes()
 
 
-# What a trainer hands over: bytes, a file or folder to copy, one to take away, or nothing. A function returns it, or
-# returns a function that is called while the training continues.
+# The content of a part: bytes, the path of a file or folder to copy, a HandOver, or None. A part's function returns
+# such content, or a second function that returns it and is called while the training continues.
 Content = Any
 Save = Callable[[Path], Content]
 Load = Callable[[SavedPart], object]
@@ -120,8 +120,8 @@ class AttachedParts:
         alike = [name for name in self._by_name if name != part.name and name.lower() == part.name.lower()]
         if alike:
             raise InvalidArgumentError(
-                f"part {part.name!r} differs from part {alike[0]!r} in upper and lower case alone, and some file "
-                "systems take both for one: use another name"
+                f"part {part.name!r} differs from part {alike[0]!r} only in upper and lower case, and some file "
+                "systems treat both names as one: use another name"
             )
         if part.name in self._by_name:
             raise InvalidArgumentError(f"part {part.name!r} is attached already: detach it first")
@@ -129,7 +129,7 @@ class AttachedParts:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Notes that this thread calls a function of a part, so that `refuse` knows it."""
+        """Notes that this thread is in a function of a part, so that `refuse` can tell."""
         self._thread.part = name
         try:
             yield
@@ -137,26 +137,27 @@ class AttachedParts:
             self._thread.part = None
 
     def refuse(self, call: str) -> None:
-        """Raises InvalidStateError if this thread is in a function of a part: `call` would call it again, without end.
+        """Raises InvalidStateError if this thread is in a function of a part. `call` is the name of the refused call.
 
-        And a save would have parts of two steps if a load has not called all functions yet.
+        The manager would call the function again, without end. A save within a load could also mix parts of two steps.
         """
         part = getattr(self._thread, "part", None)
         if part is not None:
             raise InvalidStateError(
-                f"the function of part {part!r} calls {call} of the manager that has called it: call it elsewhere"
+                f"the function of part {part!r} calls {call} of its own manager, which would call the function again: "
+                "make this call outside the function"
             )
 
     def detach(self, name: str) -> None:
         """Removes a part. Raises InvalidArgumentError if none has this name."""
         if self._by_name.pop(name, None) is None:
-            raise InvalidArgumentError(f"no part {name!r} is attached: there is {listed(list(self._by_name))}")
+            raise InvalidArgumentError(f"no part {name!r} is attached; attached parts: {listed(list(self._by_name))}")
 
 
 def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
-    """Returns a part from the arguments of `CheckpointManager.attach`, and raises the errors that it documents."""
+    """Returns a part from the arguments of `CheckpointManager.attach`. Raises the errors that `attach` documents."""
     if save is None and load is None:
-        raise InvalidArgumentError(f"part {name!r} has neither save nor load: pass one, or both")
+        raise InvalidArgumentError(f"part {name!r} has neither save nor load: pass save, load or both")
     if load is not None and not callable(load):
         raise InvalidTypeError(f"load of part {name!r} is {load!r}: use a function with one argument, the saved part")
     if not callable(save):
@@ -165,7 +166,7 @@ def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
 
 
 def check_content(name: str, content: Content) -> None:
-    """Raises InvalidTypeError or InvalidArgumentError if a part cannot consist of this."""
+    """Raises InvalidTypeError or InvalidArgumentError if a part cannot have this content."""
     if not isinstance(content, (bytes, bytearray, memoryview, str, os.PathLike, HandOver, type(None))):
         raise InvalidTypeError(
             f"part {name!r} is a {type(content).__name__}: use bytes, the path of a file or folder, a HandOver of one, "
@@ -176,7 +177,7 @@ def check_content(name: str, content: Content) -> None:
         raise InvalidTypeError(
             f"part {name!r} is a HandOver of a {type(path).__name__}: use the path of a file or folder"
         )
-    # An empty path would be the folder that the process runs in.
+    # An empty path would mean the current folder of the process.
     if isinstance(path, str) and (not path or "\0" in path):
         raise InvalidArgumentError(f"part {name!r} has the path {path!r}: name a file or folder")
 

@@ -26,8 +26,8 @@ def write_common(
     """
     parts = list(zip(optimizer_parts(optimizer), saved, strict=True))
     numbers = [number for part, state in parts for number in state.numbers or [None] * len(part.param_groups)]
-    # Load the scheduler first: it sets the groups' rates before it has read all its fields, and `set_rates` corrects
-    # them.
+    # Load the scheduler first. A scheduler that loads its state sets the groups' rates before it has read all fields of
+    # the state, so `set_rates` must correct the rates afterwards.
     write_scheduler(lr_scheduler, schedule, GroupOrder(numbers, groups) if groups else None)
     option = schedules_of(lr_scheduler, schedule).option
     for part, state in parts:

@@ -16,8 +16,8 @@ Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
 
 - "schedule": an LR scheduler reads the field. The scheduler's `Option` says whose value counts. The field distinguishes
   groups.
-- "structure": as "schedule", and groups that differ in the field are never counterparts, unless they have the same
-  parameters.
+- "structure": like "schedule". In addition, groups that differ in the field are never counterparts, unless they have
+  the same parameters.
 - "rate": an LR scheduler computes the field at every step. The scheduler's `Option` says whose value counts.
 - "optimizer": the checkpoint's value counts, because the moments were made with it. The field distinguishes two groups
   if both have it.
@@ -43,7 +43,7 @@ class GroupField:
 FIELDS: dict[str, GroupField] = {
     **dict.fromkeys(("wd_mult", "lr_mult"), GroupField("structure", 1.0)),
     **dict.fromkeys(("default_config", "optimizer"), GroupField("structure")),
-    # Without one of these, a group has the scheduler's value.
+    # A group that lacks one of these fields has the scheduler's value.
     **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), GroupField("schedule")),
     **dict.fromkeys(("lr", "weight_decay"), GroupField("rate")),
     **dict.fromkeys(("betas", "eps", "momentum"), GroupField("optimizer")),
@@ -57,9 +57,9 @@ EXPERTS = "is_expert_parallel"
 _MARKS = tuple(name for name, field in FIELDS.items() if field.rule == "mark")
 # Fields of a param group that control how a class of optimizer works, but not what it computes in megatron's trainings.
 IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "class")
-# The run's values of these fields count, and they do not distinguish groups.
+# For a field with one of these rules, the run's value counts, and the field does not distinguish groups.
 _OF_RUN: tuple[Rule, ...] = ("class", "mark")
-# NeMo prefixes some fields with this.
+# NeMo puts this before the names of some fields.
 _PREFIX = "pre_"
 _NO_FIELDS = ("params", "step")
 
@@ -159,7 +159,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_default(group: dict[str, Any], key: str) -> None:
-    """Sets a live field that the saved group lacks to its default.
+    """Sets a field of a live group to the field's default, because the saved group lacks the field.
 
     A field of the schedule that has no default is deleted. So the scheduler's value counts, as it did at the save.
     """

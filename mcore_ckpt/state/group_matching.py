@@ -1,8 +1,9 @@
 """Finds the saved counterpart of each live param group, by the names of its members or else by its settings.
 
 The module never guesses. Megatron sorts groups by their settings (`_get_param_groups`, 0.16 to 0.19), so a group's
-place in the list means nothing. Groups with the same parameters are the same, whatever else has changed. If groups were
-divided or merged, or no names are stored, settings decide. If settings leave the choice open, no counterpart is chosen.
+place in the list means nothing. Groups with the same parameters are counterparts, even if their settings differ. If
+groups were divided or merged, or no names are stored, settings decide. If settings leave the choice open, no
+counterpart is chosen.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class LiveGroup:
 
     Attributes:
         key: the key that all ranks use for the group.
-        settings: its settings (`group_fields.settings`).
-        is_of_experts: whether its parameters are experts, which megatron keeps apart.
-        found_in: the numbers of the saved groups that have some of its members.
+        settings: the group's settings (`group_fields.settings`).
+        is_of_experts: whether the group's parameters are experts, which megatron keeps in separate groups.
+        found_in: the numbers of the saved groups that have some of the group's members.
         has_members: whether the group has members on any rank. A group without members has no effect.
-        member: the name of one of its members; empty if none is known.
+        member: the name of one of the group's members; empty if no member is known.
     """
 
     key: str
@@ -54,7 +55,7 @@ class LiveGroup:
     member: str = ""
 
     def describe(self) -> str:
-        """Names the group by the fields that a user can set, and by a member."""
+        """Describes the group by one of its members and by the fields that a user can set."""
         whose = f"of {self.member}" if self.member else "without known members"
         return f"{whose} ({_shown(self.settings)})"
 
@@ -122,7 +123,7 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
             rest.append(group)
     if by_members:
         choices = _by_settings([group for group in rest if group.has_members], saved, within_members=True)
-        # A group without members on any rank has no effect, so it cannot take a counterpart from another group.
+        # A group without members on any rank has no effect, so it must not compete with other groups for a counterpart.
         for group in (group for group in rest if not group.has_members):
             choices |= _by_settings([group], saved, within_members=False)
         return found | {key: choice.number for key, choice in choices.items()}
@@ -137,9 +138,9 @@ class _Choice:
 
     Attributes:
         number: the number of the saved group; None if none is chosen.
-        is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because the
-            checkpoint's always count.
-        open: the saved groups among which the settings leave the choice open.
+        is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because those of the
+            checkpoint always count.
+        open: the saved groups between which the settings cannot decide; empty if one is chosen.
     """
 
     number: int | None = None
@@ -173,8 +174,8 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
         left = narrowed
     if not left:
         return _Choice()
-    # Prefer a group that also has experts, or also has none. The other kind is possible too, because without expert
-    # parallelism megatron keeps experts in the groups of other parameters.
+    # Prefer a saved group of the live group's kind (experts or other parameters). The other kind is possible too,
+    # because without expert parallelism megatron keeps experts in the groups of other parameters.
     chosen = min(left, key=lambda each: (each.is_of_experts != group.is_of_experts, each.number))
     return _Choice(chosen.number, not differing(group.settings, chosen.settings, _SCHEDULE))
 
@@ -217,8 +218,8 @@ def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[Sav
     return (
         f"the param group {group.describe()} has {len(left)} counterparts among the {len(saved)} saved groups "
         f"({'; '.join(_shown(each.settings) for each in saved)})"
-        f"{f', which differ in {names}' if names else ''}: use the same weight-decay and learning-rate groups (this "
-        "checkpoint does not say which parameters were in which group; checkpoints saved from now on do)"
+        f"{f', which differ in {names}' if names else ''}: use the weight-decay and learning-rate groups of the run "
+        "that saved the checkpoint (it does not say which parameters were in which group; new checkpoints do)"
     )
 
 
@@ -253,7 +254,7 @@ def _names_differing(groups: Sequence[SavedGroup], rules: tuple[Rule, ...] = _AL
     )
 
 
-# -- what a user is told, and what must be equal -----------------------------------------------------------------------
+# -- messages for the user, and checks for equality -------------------------------------------------------------------
 
 
 def check_equal(

@@ -70,7 +70,8 @@ class LiveObjects:
                 self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
         self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
-        # megatron's own layers have this method because transformer-engine requires it, and always return None.
+        # megatron's own layers have this method only because transformer-engine requires it. Their method always
+        # returns None.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
@@ -89,8 +90,8 @@ def _parts(optimizer: Any) -> list[OptimizerPart]:
 class _LiveOptimizer:
     """A record of the parameters of one optimizer, and of the kinds and tensors of their state.
 
-    Each check reads `state` and `param_groups` from the optimizer, because `load_state_dict` replaces both. The
-    replaced objects, if we had kept them, would always look unchanged.
+    Each check reads `state` and `param_groups` from the optimizer, because `load_state_dict` replaces both. If this
+    record kept the old objects, they would always look unchanged.
     """
 
     def __init__(self, part: OptimizerPart) -> None:

@@ -12,14 +12,15 @@ from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
 from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.state.model import language_model_of, unwrap
 
-# The number of rotary frequencies to keep, evenly spaced: enough to distinguish any two kinds of scaling.
+# The number of rotary frequencies to keep, evenly spaced. Eight are enough to distinguish any two kinds of scaling.
 _FREQUENCIES = 8
-# `RotaryEmbedding._apply_scaling` (0.16 to 0.19) divides the frequencies of longer wavelengths by the whole factor.
+# `RotaryEmbedding._apply_scaling` (0.16 to 0.19) divides frequencies by the whole factor if their wavelength is
+# longer than this.
 _LLAMA3_WAVELENGTH = 8192
 
 
 def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
-    """Returns the facts of a live model's language model, and of its other parts that have a config."""
+    """Returns the facts of a live model: those of the language model, and of each other part that has a config."""
     found: dict[str, Any] = {}
     for chunk in map(unwrap, chunks):
         whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
@@ -60,9 +61,9 @@ def _mask_of(model: Any) -> Any:
 
 
 def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts that follow from frequencies.
+    """Returns the facts that follow from a model's rotary frequencies.
 
-    HybridModel does not keep the base, and no model the scaling factor.
+    HybridModel does not keep the rotary base, and no model keeps the scaling factor, so both are computed here.
     """
     count = len(frequencies)
     at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}

@@ -1,18 +1,18 @@
 """Makes a model's weights from main parameters, where the weights' own memory cannot be saved or loaded.
 
-This concerns quantized weights. With `overlap_param_gather` it concerns all weights of a model that has quantized ones:
-when megatron (0.16) gathers quantized weights for a save, it omits the work that has to follow, and with
-`reuse_grad_buf_for_mxfp8_param_ag` it would gather gradients.
+Quantized weights are made in this way. If a model with quantized weights has `overlap_param_gather`, all its weights
+are: megatron (0.16) gathers quantized weights for a save without the work that has to follow, and with
+`reuse_grad_buf_for_mxfp8_param_ag` megatron would gather gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
-piece has the same part of each rank's shard of a bucket. So one `all_gather` makes a piece, however many ranks there
-are, even if a bucket is the whole model. Each piece is copied to its places in the images before the next piece
+piece consists of the same part of each rank's shard of a bucket. So one `all_gather` makes a piece for any number of
+ranks, even if a bucket is the whole model. Each piece is copied to its places in the host images before the next piece
 overwrites its memory (`save/capture.py`). On a GPU the trainer's stream waits for that copy, but the host does not. In
 the plan, tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails
-goes on gathering, because the others wait for its part. Files without an image are written straight from tensors, so
-the weights of such files are kept in host memory until they are written. Without gathering, each rank would write only
-its own elements, and the files of a stage would consist of thousands of pieces from all ranks, but a writer has only
-one range of a file.
+goes on gathering, because the other ranks wait for its part. Files without a host image are written straight from
+tensors, so the weights of such files are kept in host memory until they are written. The gathering is needed: without
+it, each rank would write only its own elements, and the files of a stage would consist of thousands of pieces from all
+ranks. But each rank can write only one range of a file.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ class _Bucket:
 
     @property
     def shard(self) -> int:
-        """How many elements each rank owns."""
-        # Count the gradients, because a bucket has as many elements, with padding. Packed NVFP4 bytes would be fewer.
+        """The number of elements that each rank owns."""
+        # Count the gradients: a bucket has one gradient for each element, including padding. Packed NVFP4 weights have
+        # fewer bytes than elements.
         count: int = self.bucket.grad_data.numel()
         return count // self.group.size()
 
     def weights(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yields the wanted parameters, each with the place of its weight in the bucket (first element, end)."""
-        # `bucket.param_to_index` (0.16) leaves out the padding between parameters. In 0.17 the buffer's own map counts
-        # the bytes of NVFP4, but this method counts elements.
+        # `bucket.param_to_index` (0.16) leaves out the padding between parameters. In 0.17, `param_index_map` counts
+        # the bytes of NVFP4 weights, but `get_unpacked_index_map` counts elements.
         index = getattr(self.buffer, "get_unpacked_index_map", lambda: self.buffer.param_index_map)()
         for parameter in self.wanted:
             start, stop = (place - self.bucket.offset for place in index[parameter][:2])
@@ -79,7 +80,7 @@ class _Bucket:
             yield _Piece(self, first, min(width, self.shard - first))
 
     def whole(self) -> _Piece:
-        """Returns the whole bucket as one piece. Its memory has the bucket's elements in their order."""
+        """Returns the whole bucket as one piece. The memory of this piece has the bucket's elements in their order."""
         return _Piece(self, 0, self.shard)
 
 
@@ -87,7 +88,8 @@ class _Bucket:
 class _Piece:
     """Elements `[first, first + width)` of each rank's shard of a bucket.
 
-    All ranks have the same number of elements in a piece, so that one `all_gather` makes it, however large the group.
+    All ranks have the same number of elements in a piece, so that one `all_gather` makes the piece for a group of any
+    size.
     """
 
     bucket: _Bucket
@@ -116,7 +118,7 @@ class _Piece:
                 yield low, high, rank * self.width + low - begin
 
     def fill(self, values: torch.Tensor, mains: Mapping[int, MainParameter]) -> None:
-        """Rounds this rank's main parameters into the elements of the piece, and gathers the rest."""
+        """Rounds this rank's main parameters into the elements of the piece, and gathers the other ranks' elements."""
         owner, group = self.bucket.part.megatron, self.bucket.group
         for parameter in self.bucket.wanted:
             each = mains.get(id(parameter))
@@ -191,15 +193,15 @@ class MainWeights:
         return bool(self.pieces) and not all(m.main.is_cuda for m in _mains_by_parameter(self.optimizer).values())
 
     def with_tensors(self, new: Mapping[int, torch.Tensor]) -> MainWeights:
-        """Returns the same weights with some of the tensors replaced by those in `new`, by `id` of the old tensor."""
+        """Returns a copy with some tensors replaced. `new` has the new tensors, by `id` of the tensor to replace."""
         return replace(self, by_parameter={at: new.get(id(old), old) for at, old in self.by_parameter.items()})
 
     def make(self, take: Callable[[Sequence[Fragment]], object]) -> None:
-        """Makes all weights: rounds this rank's main parameters, and gathers the rest. All ranks call it.
+        """Makes all weights from the main parameters of all ranks. All ranks must call this function.
 
         Args:
-            take: a function that gets the weights' elements in each piece. The next piece overwrites them; on a GPU it
-                does so in stream order.
+            take: a function that gets the weights' elements in each piece. The next piece overwrites these elements; on
+                a GPU this happens in stream order.
 
         Raises the error of `take`, but only after the last piece, because the other ranks wait for this rank's
         elements.
@@ -223,7 +225,7 @@ NO_WEIGHTS = MainWeights({}, (), {})
 
 
 def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, has_memory: bool = True) -> MainWeights:
-    """Returns the weights that a save takes from main parameters. No rank waits for another one.
+    """Returns the weights that a save takes from main parameters. No rank waits for another rank.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -274,7 +276,7 @@ def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     if quantized:
         from megatron.core.fp8_utils import post_all_gather_processing
 
-        # With overlap_param_gather, megatron (0.16) omits this after a gathering with `force_sync`. Doing it twice
+        # With overlap_param_gather, megatron (0.16) omits this call after a gathering with `force_sync`. A second call
         # changes nothing.
         post_all_gather_processing(quantized)
 

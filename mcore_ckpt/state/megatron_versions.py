@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 # The versions that the tests use, oldest first.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
-# 0.15 is not in TESTED, because only the tests of verl 0.6 use it: verl 0.6 runs with nothing newer.
+# 0.15 is not in TESTED, because only the tests of verl 0.6 use it. verl 0.6 does not run with newer versions.
 _FIRST = (0, 15)
 
 
@@ -37,8 +37,8 @@ def check_version(version: str) -> None:
         )
     if number is None or f"{number[0]}.{number[1]}" not in TESTED:
         logger.warning(
-            "megatron-core %s has not been tested with mcore_ckpt; versions %s to %s have. Load a first checkpoint "
-            "before you rely on it",
+            "megatron-core %s has not been tested with mcore_ckpt; versions %s to %s have. Before you rely on it, save "
+            "a checkpoint and load it",
             version,
             TESTED[0],
             TESTED[-1],

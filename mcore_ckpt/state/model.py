@@ -40,7 +40,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module.
 
-    HuggingFace's `PeftModel` keeps the model elsewhere, and has wrapped some of the model's layers.
+    HuggingFace's `PeftModel` has no `module`, but returns the model from `get_base_model`. Layers that PEFT has wrapped
+    stay wrapped.
     """
     while (inner := _inside(chunk)) is not None:
         chunk = inner
@@ -79,7 +80,7 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
 
 def has_weights_on_gpu(chunks: Sequence[torch.nn.Module]) -> bool:
     """Returns True if any parameter is on a GPU."""
-    with torch._C.DisableTorchFunction():  # a TorchFunctionMode would be called for each of thousands of parameters
+    with torch._C.DisableTorchFunction():  # otherwise a TorchFunctionMode would be called for each parameter
         return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
 
 
@@ -117,7 +118,7 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
         # Since 0.17, layer-wise optimizers without a parameter layout overlap the gathering even without
-        # use_distributed_optimizer. 0.16 ignores overlap_param_gather for them, and their step gathers.
+        # use_distributed_optimizer. In 0.16, such optimizers ignore overlap_param_gather, and gather in their step.
         overlaps = getattr(config, "overlap_param_gather", False) and _gathers_layers(chunk)
         if config is not None and (config.use_distributed_optimizer or overlaps):
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -140,7 +141,7 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def forget_caches(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drops the values that modules had computed from the weights that a load has replaced.
+    """Drops values that modules have computed from the old weights, after a load has replaced the weights.
 
     MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes it anew only after a call of `train()`.
     """
@@ -179,8 +180,8 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
     """Reads, from the modules of an unwrapped chunk, the numbers that make the names of its tensors global.
 
     `layer_number` starts at 1 and counts over the whole model, however megatron splits the layers. The position in the
-    ModuleList starts at 0 in each chunk. The layers of a vision tower keep their positions, because the pipeline does
-    not cut them.
+    ModuleList starts at 0 in each chunk. The layers of a vision tower are numbered by their positions, because the
+    pipeline does not divide a tower.
     """
     layers, experts = [], []
     for path, child in module.named_modules():
@@ -196,7 +197,7 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
-    """Returns the parts of this rank's layers, as plain JSON values; empty on all but one rank of each stage.
+    """Returns which parts this rank's layers have, as JSON values. Only one rank of each stage returns any.
 
     `whole_layers` joins the records of all ranks. The record also lists the parameters that are in no numbered layer.
     """
@@ -211,7 +212,7 @@ def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Re
 
 
 def whole_layers(records: Iterable[Record]) -> Layers:
-    """Returns the parts of all layers of the model, from the `own_layers` of all ranks."""
+    """Returns which parts each layer of the model has, from the `own_layers` of all ranks."""
     return {layer: tuple(parts) for record in records for layer, parts in record["layers"]}
 
 
@@ -258,9 +259,9 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
-    Any other shard is returned unchanged. Megatron-Bridge gives an adapter's tensor another region where Bridge
-    permutes rows (see `permuted_in_bridge`). ROLL gives B of `linear_fc1` a region without regard to the halves of the
-    weight (2026-08).
+    Any other shard is returned unchanged. The frameworks give some tensors of adapters a region that does not match the
+    weight: Megatron-Bridge does so where it permutes rows (see `permuted_in_bridge`), and ROLL (2026-08) ignores for B
+    of `linear_fc1` that the weight has two halves.
     """
     if (matrix := peft_matrix(local_name)) is not None:
         return _cut_like_weight(shard, sharded, matrix)
@@ -275,7 +276,7 @@ def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_nam
 
 
 def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: PeftMatrix) -> LocalShard:
-    """Returns the shard of PEFT's matrix A or B.
+    """Returns the shard of PEFT's matrix A or B, with a region that matches the layer's weight.
 
     B has the rows of the layer's weight, and A has the weight's columns.
     """
@@ -304,8 +305,8 @@ def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: Peft
 def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: str) -> LocalShard:
     """Returns the shard of a magnitude, which has one element for each row of the weight.
 
-    Raises UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) takes the norm of a
-    rank's part of a row for the norm of the row, so the magnitudes of the ranks differ.
+    Raises UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) then computes each
+    magnitude from this rank's part of a row alone, so the magnitudes differ between ranks.
     """
     rows = _region(weight, sharded[weight].data, sharded[weight])
     if rows.local_shape[1:] != rows.global_shape[1:]:
@@ -352,8 +353,8 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
     """Gives the model's tensor-parallel group to modules that have none, if parallel_state is not initialized.
 
-    `MegatronModule.sharded_state_dict` asks parallel_state if the module's constructor has set no `tp_group`, as in
-    MultiTokenPredictionLayer (0.16).
+    `MegatronModule.sharded_state_dict` asks parallel_state for the group if a module has no `tp_group`. The constructor
+    of MultiTokenPredictionLayer (0.16) sets none.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import MegatronModule
@@ -369,9 +370,9 @@ def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     """Returns the correct `sharded_state_dict` of a stage with a copy of the first stage's embedding.
 
     `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
-    multi-token prediction, or its own process groups. The modules know the places of their tensors nevertheless. With
-    multi-token prediction, the stage has an output layer whose weight nothing uses. This weight counts as another copy
-    of the embedding.
+    multi-token prediction, or its own process groups. The modules of this stage still know the places of their tensors.
+    With multi-token prediction, the stage has an output layer whose weight nothing uses. This weight counts as another
+    copy of the embedding.
     """
     from megatron.core.transformer.module import MegatronModule
 
@@ -441,7 +442,7 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
 
 
 def _is_shared_by_experts(sharded: Any) -> bool:
-    """Returns True for an adapter that all experts share, which Megatron-Bridge (0.6) keeps equal on all ranks.
+    """Returns True for an adapter that all experts share. Megatron-Bridge (0.6) keeps it equal on all ranks.
 
     Bridge's factory (`_apply_expert_axis_factory`) lists the same tensor once for each expert of the rank.
     """
@@ -498,7 +499,7 @@ def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
 
 
 def _of_first_expert(parts: list[Any]) -> list[Any]:
-    """Returns the parts that a factory places at the same indices of prepended axes as the first part."""
+    """Returns the parts that have the first part's indices along the prepended axes."""
     axes = parts[0].prepend_axis_num
     return [part for part in parts if part.global_offset[:axes] == parts[0].global_offset[:axes]]
 

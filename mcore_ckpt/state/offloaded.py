@@ -1,7 +1,8 @@
 """Finds the host copies of parameters whose GPU memory was freed by offloading.
 
-A save takes the state from the copy that the framework keeps in host memory. It first waits for the GPU, because verl
-and megatron copy without waiting. A parameter's offset in the freed storage gives its place in the copy.
+A save takes the state from the copy that the framework keeps in host memory. The save first waits for the GPU, because
+verl and megatron start this copy without waiting for its end. A parameter's offset in the freed storage gives its place
+in the copy.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
     """Returns the host copies of those buffers of DistributedDataParallel that have no memory now.
 
     verl (0.9.1, `offload_megatron_model_to_cpu`) keeps a copy as `param_data.cpu_data`, and megatron's own
-    `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU. By
-    then the copy is outdated, so this function ignores the copies of buffers that have memory.
+    `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU.
+    Such a copy is outdated, so this function ignores the copies of buffers that have memory.
 
     Raises UnsupportedError: the model has `overlap_param_gather`. Shards of other ranks were possibly not gathered when
-    the parameters were copied, and they cannot be gathered now.
+    the parameters were copied, and these shards cannot be gathered now.
     """
     copies = {}
     for chunk in chunks:

@@ -112,7 +112,7 @@ def changes_model(optimizer: Any) -> bool:
 def gather_from_owners(optimizer: Any) -> None:
     """Sends the parameters that each rank owns to the other ranks, if no buffer of DistributedDataParallel does it.
 
-    All ranks call it.
+    All ranks must call this function.
     """
     for node in layer_wise_nodes(optimizer):
         if not getattr(node, "use_buffer_param_sync", False):
@@ -120,7 +120,7 @@ def gather_from_owners(optimizer: Any) -> None:
 
 
 def copy_main_to_model(optimizer: Any) -> None:
-    """Casts this rank's ranges of the main parameters into the model, in the same way as `step()` after the update."""
+    """Casts this rank's ranges of the main parameters into the model, as `step()` does after the update."""
     for part in optimizer_parts(optimizer):
         part.copy_to_model()
 

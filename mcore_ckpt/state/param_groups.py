@@ -1,6 +1,7 @@
 """Reads the param groups of optimizers, finds their saved counterparts, and writes the saved values back.
 
-`group_matching.py` decides which saved group is whose counterpart, and `group_fields.py` whose value of a field counts.
+`group_matching.py` chooses the counterparts. `group_fields.py` decides for each field whether the saved value or the
+run's value counts.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class SavedPart:
     """The saved state of one chained optimizer without its tensors.
 
     Attributes:
-        param_groups: for each live group, its saved counterpart, or None if it keeps the run's values. The whole
-            sequence is None if all groups stay as they are.
+        param_groups: for each live group, its saved counterpart, or None if the live group keeps the run's values. The
+            whole sequence is None if all groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
         starts_anew: whether the part takes over only main parameters, because it needs other moments than the saved
@@ -110,7 +111,8 @@ class SavedGroups:
 
     Attributes:
         kinds: the kind of each group's optimizer.
-        members: finds the groups that have a parameter; None if the checkpoint does not store members.
+        members: finds the saved groups that had a given parameter as a member; None if the checkpoint does not store
+            members.
     """
 
     groups: tuple[SavedGroup, ...]
@@ -142,8 +144,8 @@ class SavedGroups:
     ) -> tuple[LiveGroup, ...]:
         """Returns the live groups, completed by the saved groups that their members on this rank were in.
 
-        `members` has, for each parameter, the place of its group in the list, its name, and its name in the checkpoint.
-        `candidates` are the saved groups that may be counterparts.
+        `members` has, for each parameter, the place of its group in `groups`, its name in this run, and its name in the
+        checkpoint. `candidates` are the saved groups that may be counterparts.
         """
         found: list[set[int]] = [set() for _ in groups]
         names = ["" for _ in groups]
@@ -159,7 +161,10 @@ class SavedGroups:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Whose schedule counts, and the schedulers' values for the fields that a group lacks."""
+    """Which schedule counts, the run's or the checkpoint's.
+
+    `of_run` and `of_checkpoint` have the schedulers' values for fields that a group lacks.
+    """
 
     option: Option
     of_run: Group
@@ -181,14 +186,15 @@ class GroupChanges:
         """Logs the messages. One rank calls it."""
         if self.kept:
             logger.warning(
-                "%s: has no param group for some of this run's groups, which keep the run's rates: the param group %s",
+                "%s: has no param group for some of this run's groups, so they keep the run's rates: "
+                "the param group %s",
                 where,
                 "; the param group ".join(self.kept),
             )
         if self.replaced:
             logger.warning(
-                "%s: the checkpoint's values count for %s. See 'Param groups' in the documentation on resuming for "
-                "whose value counts when",
+                "%s: the checkpoint's values count for %s. The documentation on resuming, section 'Param groups', "
+                "lists whose values count",
                 where,
                 "; ".join(self.replaced),
             )
@@ -257,8 +263,8 @@ def match_parts(
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
     With expert parallelism, experts have their own optimizer. Without expert parallelism, they are in the groups of the
-    dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because that needs the
-    members on all ranks.
+    dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because finding them
+    needs the members on all ranks.
 
     `saved` has the saved parts in the form of `common.pt`. With `reset_moments`, a part of a kind that was not saved
     may start without moments.

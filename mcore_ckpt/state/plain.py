@@ -1,7 +1,7 @@
 """Converts the small state of optimizers, megatron's scheduler and generators to plain values.
 
 `torch.load(weights_only=True)` opens plain values, and each version of this package reads them. The trainer's own
-values, and the state of other schedulers, keep their types instead (typed_values.py).
+values, and the state of schedulers other than megatron's, are stored with their types instead (typed_values.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mcore_ckpt.io.device_waits import wait_before_reading
 
 # Values of these types have no parts, and torch's safe unpickler can create them.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
-# A pickle stores longer integers in a form that neither torch's safe unpickler nor ours reads.
+# The length of the longest integers that are stored. A pickle stores integers of more bits in a form that torch's safe
+# unpickler and ours cannot read.
 _MOST_INT_BITS = 2039
 _PLAIN = "numbers, strings, bytes, tensors, and dicts, lists, tuples or sets of them"
 

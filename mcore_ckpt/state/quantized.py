@@ -14,11 +14,11 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Returns True if a parameter's memory has quantized values.
 
-    Their bytes mean nothing without their scales, and quantizing loses precision. So a checkpoint has values that were
-    rounded from the main parameters, and a load fills the main parameters.
+    The bytes of such values mean nothing without the scales, and quantizing loses precision. So a checkpoint has values
+    that were rounded from the main parameters, and a load fills the main parameters.
     """
-    # A Parameter that is made from a subclass of Tensor keeps that class; a Parameter whose `data` is set to such a
-    # tensor does not get that class.
+    # A Parameter that is made from a subclass of Tensor has that class. If only its `data` has been set to such a
+    # tensor, only `data` has that class.
     classes = {type(parameter), type(parameter.data)} - _PLAIN
     return any(base.__name__ in _CLASSES for cls in classes for base in cls.__mro__)
 

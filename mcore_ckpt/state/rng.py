@@ -43,7 +43,7 @@ def seed_of(state: Mapping[str, Any], file: str) -> int:
     The state of torch's CPU generator begins with the seed (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
     little-endian). A state that was resharded for another layout contains only the seed.
 
-    Raises CheckpointCorruptError: the file has neither a seed nor that state.
+    Raises CheckpointCorruptError: the file has no seed, and no state of torch's CPU generator.
     """
     if isinstance(state.get("seed"), int):
         return int(state["seed"])
@@ -93,7 +93,7 @@ def write_rng(state: dict[str, Any]) -> None:
 def _incomplete(file: str, fields: Sequence[str]) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         f"{file}: the fields {', '.join(fields)} of the random states are missing or damaged: take another checkpoint, "
-        "or leave 'extra' out of load_contents to start with fresh ones"
+        "or leave 'extra' out of load_contents to start with fresh random states"
     )
 
 
@@ -116,7 +116,7 @@ def _is_of_cpu(state: Any) -> bool:
     return _is_tensor(state) and state.shape == torch.get_rng_state().shape
 
 
-# The fields of a file, each with a function that says whether a value has the field's form.
+# The fields of random states in a file, each with a function that says whether a value has the field's form.
 _FORMS = {
     "python": _is_python,
     "numpy": _is_numpy,
@@ -131,7 +131,7 @@ def _read_numpy() -> dict[str, Any] | None:
     if numpy is None:
         return None
     name, keys, position, has_gauss, cached = numpy.random.get_state()
-    # The words are stored as int64, because torch has few operators for uint32.
+    # The generator's words are stored as int64, because torch has few operators for uint32.
     words = torch.from_numpy(keys.astype("int64"))
     return {
         "name": name,

@@ -53,8 +53,8 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
         )
     if scheduler is None and state is not None:
         logger.warning(
-            "the checkpoint has the state of an LR scheduler, but the manager has no lr_scheduler for it, so it is not "
-            "loaded: pass one to CheckpointManager"
+            "the checkpoint has the state of an LR scheduler, but the manager has no lr_scheduler, so this state is "
+            "not loaded: pass lr_scheduler to CheckpointManager to load it"
         )
     if scheduler is None or state is None or not _is_megatrons(scheduler):
         return
@@ -74,7 +74,7 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupOrder | None = None) -> None:
     """Sets the scheduler to a saved state. Does nothing if there is no scheduler or no saved state.
 
-    `groups` translates the order of param groups, if it has changed.
+    `groups` translates the order of param groups, if that order has changed.
     """
     if scheduler is None or state is None:
         return
@@ -99,9 +99,9 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists with one value per param group, such as torch's `base_lrs`, into this run's order of groups.
 
-    A list counts as such a list if the saved list has one value per saved group (there are `saved`), and the run's list
-    has one per group of the run. `numbers` has, for each group of the run, the number of its saved counterpart; None if
-    it has none. `found` has the names of the lists that `applied` has found.
+    A list is taken for such a list if the saved list has `saved` values, one per saved group, and the run's list has
+    one value per group of the run. `numbers` has, for each group of the run, the number of its saved counterpart; None
+    for a group without counterpart. `found` has the names of the lists that `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:
@@ -147,7 +147,7 @@ def schedules_of(scheduler: Any, state: Mapping[str, Any] | None) -> Schedules:
 
 
 def set_rates(scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
-    """Sets the rates of some groups as megatron's scheduler does at its present step. Leaves other schedulers alone."""
+    """Sets the rates of some groups as megatron's scheduler does at its present step. Ignores other schedulers."""
     if groups and _is_megatrons(scheduler):
         of_these = copy.copy(scheduler)
         of_these.optimizer = SimpleNamespace(param_groups=groups)

@@ -26,10 +26,10 @@ class LocalShard:
             of a training step.
         of_all_experts: whether the tensor belongs to all experts of this rank (an adapter of grouped experts), and
             either has a different region on each expert-parallel rank or is equal on all of them.
-        refresh: for an `_extra_state`, whose `tensor` is only a copy: the function that reads the state again. It
-            returns None if the state no longer exists.
-        restore: for an `_extra_state`, on which copying into `tensor` has no effect: the function that sets the loaded
-            state.
+        refresh: only for an `_extra_state`: the function that reads the state again, because `tensor` is only a copy.
+            The function returns None if the state no longer exists.
+        restore: only for an `_extra_state`: the function that sets the loaded state, because copying into `tensor`
+            would not change the module.
     """
 
     key: ShardKey

@@ -1,4 +1,4 @@
-"""Sets what torch keeps for each thread, while a public call works on the training state.
+"""Sets torch's settings of a thread while a public call works on the training state.
 
 A call may come from any thread, and from inside `torch.inference_mode()` or `torch.device("cuda")`.
 """
@@ -18,9 +18,10 @@ _CPU = torch.device("cpu")
 def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
     """Returns the number of the GPU that has the parameters of a training.
 
-    If they are all in host memory, perhaps offloaded, returns this thread's current GPU. Returns None without a GPU.
+    If all parameters are in host memory, perhaps offloaded, the result is this thread's current GPU. Without a GPU it
+    is None.
     """
-    with torch._C.DisableTorchFunction():  # a TorchFunctionMode would be called for each of thousands of parameters
+    with torch._C.DisableTorchFunction():  # otherwise a TorchFunctionMode would be called for each parameter
         each = (parameter for chunk in chunks for parameter in chunk.parameters())
         found = next((parameter.get_device() for parameter in each if parameter.is_cuda), None)
     if found is None and torch.cuda.is_available():
@@ -42,9 +43,9 @@ def _settings_on(stream: torch.cuda.Stream | None, gpu: int | None, timeout_s: f
 
 @contextmanager
 def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
-    """Lets the body read and change a training state that is on the GPU with this number; None: in host memory.
+    """Lets the body of `with` read and change a training state on GPU number `gpu`; None: in host memory.
 
-    The GPU becomes the current one. In a new thread the current one is GPU 0, which may belong to another training.
+    The GPU becomes the current one. In a new thread, GPU 0 is the current one, but it may belong to another training.
     Inference mode is off, because a moment that was made or changed in inference mode would fail in the next step of
     the optimizer. Tensors that the body creates without naming a device are in host memory. A read of the GPU waits for
     `timeout_s` seconds at most.

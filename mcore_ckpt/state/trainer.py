@@ -26,19 +26,21 @@ class Trainer:
         root: the folder of all steps.
         chunks: the virtual chunks of the model, bare or wrapped in DistributedDataParallel.
         optimizer, lr_scheduler: megatron's objects. Each is None if the trainer has no such object.
-        hf_config, processing_class: transformers' config, and its tokenizer or processor. Each is None if not given.
+        hf_config, processing_class: transformers' config, and transformers' tokenizer or processor. Each is None if not
+            given.
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
-        layers: the parts of all layers of the model. Empty until all ranks have reported theirs.
+        layers: the parts that each layer of the model has. Empty until all ranks have reported their layers.
         adapters: the settings of the model's low-rank adapters. None if the model has no adapters, or until all ranks
-            have reported theirs.
+            have reported their adapters.
         model: the facts of the model (`checkpoint/model_facts.py`), as far as this rank knows them.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         group_keys: the keys of the param groups of each chained optimizer, as they were when the manager was made
             (`param_groups.group_keys`).
-        source_files: the assets of the model that the training started from, by path. Rank 0's first save fills it.
-        gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without a GPU.
+        source_files: the assets of the model that the training started from, by path. Rank 0's first save fills this
+            dict.
+        gpu: the number of the GPU that this rank trains on (`thread_settings.gpu_of`); None without a GPU.
         parts: the parts of a step that are attached to the manager on this rank.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
@@ -67,5 +69,5 @@ class Trainer:
     parts: AttachedParts = field(default_factory=AttachedParts)
 
     def folder_mode(self, role_dir: Path) -> int:
-        """Returns the mode of new folders for a role's folder, before the umask is applied."""
+        """Returns the mode for making a role's folder and the folders in it, before the umask is applied."""
         return mode_below(self.root, role_dir, self.config.shared_with_group)

@@ -45,7 +45,7 @@ def read_trainer(
     config: CheckpointConfig,
     objects: dict[str, Any],
 ) -> Trainer:
-    """Checks and collects what this rank knows by itself. The arguments are fields of `Trainer`.
+    """Reads and checks this rank's own part of the trainer. The arguments are fields of `Trainer`.
 
     Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
     """
@@ -56,7 +56,7 @@ def read_trainer(
         raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
     if "hf_model" in config.save_contents and objects["hf_config"] is None:
         raise InvalidArgumentError(
-            "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
+            "save_contents has 'hf_model', but the manager has no hf_config: pass hf_config, or leave 'hf_model' out"
         )
     for name, value in objects.items():
         _check_object(name, value)
@@ -106,13 +106,13 @@ def complete_together(
 ) -> tuple[Trainer, list[LocalShard]]:
     """Checks the model and the arguments on all ranks together.
 
-    One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
-    Otherwise the other ranks would later wait for the rank that refused.
+    One pipeline stage may have something unsupported that the other stages do not have. All ranks must then refuse the
+    model. Otherwise the other ranks would later wait for the rank that refused.
 
     Rank 0 calls `on_rank_0` in the same round, once all ranks are known to fit together. `topic` is for messages.
 
-    Returns the trainer, completed by the layers and the adapters of the whole model, and the shards of this rank's part
-    of the model.
+    Returns two things: the trainer, which now has the layers and the adapters of the whole model; and the shards of
+    this rank's part of the model.
     """
     chunks, optimizer = trainer.chunks, trainer.optimizer
     shards: list[LocalShard] = []
@@ -150,7 +150,7 @@ def complete_together(
     return known, shards
 
 
-# The arguments of a CheckpointManager that must be the same on all ranks. Most are fields of its config.
+# The arguments of a CheckpointManager that must be the same on all ranks. Most of them are fields of CheckpointConfig.
 _SAME = (
     *("root", "save_contents", "load_contents", "has_optimizer", "async_save", "async_mode", "skip_frozen", "strict"),
     *("strict_dtypes", "strict_model", "reset_moments", "assume_optimizer_step", "if_busy", "if_failed"),

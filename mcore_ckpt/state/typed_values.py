@@ -1,8 +1,9 @@
-"""Stores a trainer's values (`extra_state`, schedulers) so that they come back with their types.
+"""Stores a trainer's values (`extra_state`, schedulers) so that a load returns them with their types.
 
-`torch.load(weights_only=True)` makes few types. A value of any other type is stored as a dict of its parts, in which
-the key `TYPE` names the type: `{"mcore_ckpt.type": "deque", "items": [1, 2], "maxlen": None}`. So the file opens on a
-machine without this package, and `from_stored` makes the value again. docs/format.md lists the types.
+`torch.load(weights_only=True)` creates values of only a few types. A value of any other type is stored as a dict of its
+parts, in which the key `TYPE` names the type: `{"mcore_ckpt.type": "deque", "items": [1, 2], "maxlen": None}`. So the
+file can be opened without this package, and `from_stored` turns the dict back into the value. docs/format.md lists the
+types.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ TYPE = "mcore_ckpt.type"
 # takes two levels.
 _MOST_DEPTH = 48
 
-# A container that is in several others is stored once for each of them. If these are in several others again, and so
-# on, a save would never end. So the number of values that are stored again is limited.
+# A container that is in several other containers is stored once for each of them. With several levels of such sharing,
+# the number of stored values grows exponentially, and a save would never end. So the number of repeated values is
+# limited.
 _MOST_REPEATED = 1 << 20
 
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
-# NumPy's dtypes of numbers, texts and times. Their values are only bytes, unlike those of structured types and objects.
+# NumPy's dtypes of numbers, texts and times. Structured dtypes and objects are not allowed, because their values can be
+# more than bytes.
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 
 # The types that messages recommend.
@@ -51,8 +54,8 @@ def to_stored(value: Any, field: str) -> Any:
         value: the value to copy.
         field: the name of the value, for error messages.
 
-    Raises UnsupportedError: the value contains an object of another type, or is nested too deep. The message names the
-    field.
+    Raises UnsupportedError: the value contains an object of a type that cannot be stored, or is nested too deep. The
+    message names the field.
 
     Example:
         >>> to_stored({"window": slice(0, 8)}, "extra_state")
@@ -62,7 +65,7 @@ def to_stored(value: Any, field: str) -> Any:
 
 
 Field = tuple[Any, ...]
-"""The name of a part: (name,), or (the field of its container, its key). Texts are made only for errors."""
+"""The name of a value: `(name,)`, or `(the container's field, key)` in a container. Errors need it as text."""
 
 
 def _text(field: Field) -> str:
@@ -74,7 +77,7 @@ def _text(field: Field) -> str:
 
 
 class _Writer:
-    """Makes the stored form of one value, and counts the parts that it stores again."""
+    """Makes the stored form of one value, and counts the values that are stored repeatedly."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -85,7 +88,7 @@ class _Writer:
         if is_atom(value):
             return value
         kind = type(value)
-        if kind is ShardedPosition:  # as plain values, which older readers return as they are
+        if kind is ShardedPosition:  # stored as plain values, which older versions return unchanged
             return self.stored(value.record, field, depth)
         if kind in (torch.Tensor, torch.nn.Parameter):
             return copy_tensor(value, _text(field))
@@ -119,7 +122,7 @@ class _Writer:
         return [item if is_atom(item) else self._item(item, (field, i), depth + 1) for i, item in enumerate(values)]
 
     def _item(self, item: Any, field: Field, depth: int) -> Any:
-        if type(item) is ShardedPosition:  # a load looks for them in dicts alone, since lists may be long
+        if type(item) is ShardedPosition:  # a load looks for data positions only in dicts, because lists may be long
             raise UnsupportedError(f"{_text(field)} is a data position in a list, tuple or set: put it into a dict")
         return self.stored(item, field, depth)
 
@@ -135,14 +138,14 @@ class _Writer:
                 f"{name} is nested more than {_MOST_DEPTH} deep, or contains itself: store flat containers"
             )
         raise UnsupportedError(
-            f"{name} is in containers that contain each other so often that more than {_MOST_REPEATED} values repeat: "
-            "store each container once"
+            f"{name} is in containers that contain each other so often that more than {_MOST_REPEATED} values would be "
+            "stored repeatedly: store each container once"
         )
 
     def _of_numpy(self, value: Any, field: Field, depth: int) -> dict[str, Any]:
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(value) in (numpy.bytes_, numpy.str_):
-            # As arrays, they would lose zeros at their ends.
+            # Stored as arrays, these texts would lose zeros at their ends.
             plain = bytes(value) if isinstance(value, bytes) else str.__str__(value)
             return {TYPE: f"numpy.{type(value).__name__}", "value": self.stored(plain, field, depth)}
         is_scalar = numpy is not None and isinstance(value, numpy.generic) and type(value) is value.dtype.type
@@ -197,8 +200,8 @@ def from_stored(value: Any) -> Any:
 class _Reader:
     """Makes the original values of stored values.
 
-    It accepts each tensor only once. Otherwise a hostile file could name the same bytes many times, and each time they
-    would be copied.
+    Each tensor of bytes is accepted only once. Otherwise a hostile file could name one tensor many times, and fill the
+    memory with copies of its bytes.
     """
 
     def __init__(self) -> None:
@@ -216,7 +219,9 @@ class _Reader:
     def _make(self, stored: Mapping[str, Any]) -> Any:
         maker = _MAKERS.get(str(stored[TYPE]))
         if maker is None:
-            raise ValueError(f"a value of the type {stored[TYPE]!r}, which this mcore_ckpt does not know: upgrade it")
+            raise ValueError(
+                f"a value of the type {stored[TYPE]!r}, which this mcore_ckpt does not know: upgrade mcore_ckpt"
+            )
         try:
             return maker(self, stored)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:

@@ -29,20 +29,20 @@ _MODULES = {
     "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
     "MegatronFSDP": "Megatron-FSDP: use DistributedDataParallel",
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
-    # It has one weight (0.17) where other layer specs, HuggingFace and megatron's own checkpoints have two.
+    # This class has one weight (0.17) where other layer specs, HuggingFace and megatron's own checkpoints have two.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
     # In the next two, transformer-engine may reorder the rows of gated linear units (0.18, 0.19).
     "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
     "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
 # With these fields of TransformerConfig (0.18, 0.19), rows of gate and up alternate in blocks, but `sharded_state_dict`
-# still describes the first half as the gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would
-# mix.
+# still describes the first half as the gate. Under another ETP, in another kind of layer, or in HuggingFace, rows of
+# gate and up would be mixed up.
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
 # The groups that all modules of a model must share. The context-parallel group is left out: it divides no tensor, and
-# attention may use another one for each batch.
+# attention may use a different group for each batch.
 _GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
 
 
@@ -70,9 +70,9 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
 
 
 def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
-    """Refuses generalized tensor parallelism (0.19). It gives data-parallel ranks different rows of a weight.
+    """Refuses generalized tensor parallelism (0.19), which gives data-parallel ranks different rows of a weight.
 
-    The ranks would look like replicas, and all rows but those of one rank would be lost.
+    A save would take these ranks for replicas, and keep only the rows of one rank.
     """
     from megatron.core import parallel_state
 
@@ -134,13 +134,13 @@ def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
         if tensor is not None and _shares_elements(tensor):
             raise UnsupportedError(
                 f"tensor {path}.{name} of shape {list(tensor.shape)} has the strides {list(tensor.stride())}, so "
-                "several of its elements have one place in memory, and none of them can be loaded: make it with "
+                "several of its elements have one place in memory, and a load could not set them: make the tensor with "
                 ".clone() or .contiguous()"
             )
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    """Returns True if elements may share a place. Exact for tensors made by expand, slices, transpose and unfold."""
+    """Returns True if elements may share a place; exact for tensors made by expand, slices, transpose and unfold."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     reach = 0
@@ -206,10 +206,10 @@ def _collections(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
     """Raises UnsupportedError for experts whose replicas drift apart, and for packed tensors of several experts.
 
-    With EP = 1 and ETP ≠ TP, experts have other replicas than dense tensors. Until 0.18, megatron reduces their
-    gradients over the replicas of dense tensors nevertheless: it marks experts by `allreduce = False` only if EP > 1
-    (`ColumnParallelLinear.__init__`). The replicas drift apart (as seen in a test), so a file of one replica could not
-    restore the others.
+    With EP = 1 and ETP ≠ TP, the replicas of an expert are not the ranks that replicate dense tensors. Until 0.18,
+    megatron still reduces the gradients of experts over the replicas of dense tensors, because it marks experts by
+    `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). The replicas of experts drift apart (as seen
+    in a test), so the values of one replica, which are all that a checkpoint has, could not restore the others.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
         for shard in model:
@@ -254,7 +254,7 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
     """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
 
     HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not
-    notice if there are more segments than stages, so no rank has the other segments. `layers` are the layers of all
+    notice if there are more segments than stages. Then no rank has the surplus segments. `layers` are the layers of all
     ranks together.
     """
     pattern = getattr(language_model_of(unwrap(chunks[0])), "hybrid_layer_pattern", None)
@@ -312,7 +312,7 @@ def _refuse_part(part: Any, is_of_owner: bool) -> None:
             )
     if offloaded and not isinstance(part, DistributedOptimizer):
         # Float16OptimizerWithFloat16Params puts its main parameters into the groups. HybridDeviceOptimizer does not
-        # know them, so its step raises KeyError (0.16 to 0.19).
+        # know these parameters, so its step raises KeyError (0.16 to 0.19).
         raise UnsupportedError(
             f"optimizer is not supported: HybridDeviceOptimizer in {type(part).__name__}; set "
             "use_distributed_optimizer=True, or turn the offload off"

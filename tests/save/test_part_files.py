@@ -374,7 +374,7 @@ def test_a_function_may_not_call_its_manager(manager: CheckpointManager, call: s
     manager.attach("other", save=b"1")
     manager.save(1).wait(LONG_S)
     manager.attach("part", save=save)
-    with pytest.raises(InvalidStateError, match=f"the function of part 'part' calls {call} of the manager"):
+    with pytest.raises(InvalidStateError, match=f"the function of part 'part' calls {call} of its own manager"):
         manager.save(2).wait(LONG_S)
     manager.detach("part")
     manager.detach("other")
@@ -412,7 +412,7 @@ def test_what_is_no_path_and_what_is_no_name(manager: CheckpointManager) -> None
     with pytest.raises(InvalidTypeError, match="a HandOver of a int"):
         manager.attach("part", save=HandOver(5))  # type: ignore[arg-type]
     manager.attach("part", save=b"1")
-    with pytest.raises(InvalidArgumentError, match="upper and lower case alone"):
+    with pytest.raises(InvalidArgumentError, match="only in upper and lower case"):
         manager.attach("Part", save=b"2")
 
 

@@ -159,9 +159,9 @@ def test_tensors_are_copies_and_arrays_can_be_written() -> None:
         ([torch.zeros(2, device="meta")], "extra[0]", "meta"),
         # Readers would refuse these, and a save in the background would find it too late.
         ([1 << 2039], "extra[0]", "int of 2040 bits"),
-        ({1 << 2039: 1}, "a key of extra", "int that readers"),
-        ([{tuple(range(64)): 1}], "a key of extra[0]", "less than 64"),
-        ([{tuple(range(64))}], "a key of extra[0]", "less than 64"),
+        ({1 << 2039: 1}, "a key of extra", "int, which readers"),
+        ([{tuple(range(64)): 1}], "a key of extra[0]", "fewer than 64"),
+        ([{tuple(range(64))}], "a key of extra[0]", "fewer than 64"),
         ([torch.zeros(2, dtype=torch.uint8).view(torch.bits8)], "extra[0]", "torch.bits8"),
         ([torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)], "extra[0]", "torch.qint8"),
         ({"n": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)}, "extra['n']", "nested"),

@@ -1,9 +1,10 @@
 """transformer-engine's FusedAdam, which may keep main parameters itself, and may keep its state in 16 or 8 bits.
 
-megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns this on. FusedAdam then gets ranges of the model's own
+megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns both on. FusedAdam then gets ranges of the model's own
 parameters, and keeps the main parameter of each as `master_param` in its state. Tensors of fp16 and fp8 have a scale.
 With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16 parameter
-has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, so neither may change alone.
+has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, so the two tensors may only
+change together.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class FusedAdamPart(OptimizerPart):
         for each in super().mains():
             main = self._state(each.key).get(_MAIN) if self._has_main(each.key) else None
             if main is None:
-                # Before the first step, a parameter is its own main parameter. An fp32 parameter is so even later:
-                # FusedAdam makes a `master_param` for it, but never updates this tensor.
+                # Before the first step, a parameter is its own main parameter. An fp32 parameter remains its own main
+                # parameter: FusedAdam makes a `master_param` for it, but never updates this tensor.
                 yield each
             else:
                 upper = each.key if self._is_halved(each.key) else None
@@ -39,7 +40,7 @@ class FusedAdamPart(OptimizerPart):
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
         if not any(STEP in group for group in self.param_groups):
-            return {}  # any moments are zeros that a load has made together with a main parameter
+            return {}  # moments that exist now are zeros, which a load has made together with a main parameter
         return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
 
     def bytes_of_first_step(self) -> int:
@@ -76,7 +77,7 @@ class FusedAdamPart(OptimizerPart):
         dtype = self.inner.name_to_dtype_map.get(name)
         if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in _SCALED:
             return None
-        # A Float8Tensor has its own scale. FusedAdam never reads its copy of this scale.
+        # A Float8Tensor has its own scale. FusedAdam keeps a copy of this scale, but never reads that copy.
         return kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
 
     def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -97,8 +98,8 @@ class FusedAdamPart(OptimizerPart):
         each.key.data.copy_(upper)
 
     def _make_state(self, key: torch.Tensor) -> None:
-        # `init_state_fn` of megatron (0.16 to 0.19) leaves out the second argument, which transformer-engine needs
-        # since it supports remainders.
+        # `init_state_fn` of megatron (0.16 to 0.19) leaves out the second argument, which versions of
+        # transformer-engine with support for remainders need.
         remainders = (self._is_halved(key),) if hasattr(self.inner, "store_param_remainders") else ()
         self.inner.initialize_state(key, *remainders)
 
@@ -106,7 +107,7 @@ class FusedAdamPart(OptimizerPart):
         return self.inner.state.get(key, {})
 
     def _has_main(self, key: torch.Tensor) -> bool:
-        """Returns True if FusedAdam's state has the main parameter of this parameter. An fp32 parameter is its own."""
+        """Returns True if the main parameter is in FusedAdam's state. For an fp32 parameter it is not."""
         return bool(self.inner.master_weights) and key.dtype != torch.float32
 
     def _is_halved(self, key: torch.Tensor) -> bool:
@@ -131,7 +132,7 @@ class FusedAdamPart(OptimizerPart):
                 each.key.data.copy_(self.inner.get_unscaled_state(each.key, _MAIN))
 
     def follow_model(self) -> None:
-        # `_copy_model_params_to_main_params` (0.16 to 0.19) returns without doing anything if FusedAdam has the mains.
+        # `_copy_model_params_to_main_params` (0.16 to 0.19) does nothing if FusedAdam has the main parameters.
         super().follow_model()
         for each in self.mains():
             if self._has_main(each.key) and _MAIN in self._state(each.key):

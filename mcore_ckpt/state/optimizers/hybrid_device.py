@@ -6,9 +6,9 @@ updates: a copy in host memory, a copy in fp32, or the parameter itself. The inn
 
 The inner parameter is saved and filled. After a load it is copied to HybridDeviceOptimizer's own parameter, the outer
 one, and `_sync_sub_optimizers_state_to_hdo` makes the outer state show the inner state again. The number of steps is
-set only in the inner optimizers. If the outer groups had a number, it would overwrite the inner numbers before every
-step. The arguments of the constructor, which torch puts into the groups, are not saved, so that a run with another
-offload fraction can load the groups.
+set only in the inner optimizers. If the outer groups had a number of steps, megatron would copy that number to the
+inner optimizers before every step. The arguments of the constructor, which torch puts into the groups, are not saved,
+so that a run with another offload fraction can load the groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HybridDevicePart(OptimizerPart):
 
     @property
     def own_fields(self) -> tuple[str, ...]:
-        # The groups have all arguments of the constructor. Only those that the inner optimizers use are saved.
+        # The groups have all arguments of the constructor. Only the arguments that the inner optimizers use are saved.
         return (*ARGUMENTS, *IMPLEMENTATION)
 
     def group_numbers(self) -> dict[int, int]:

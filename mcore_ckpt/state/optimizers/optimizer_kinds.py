@@ -24,10 +24,12 @@ class OptimizerKind:
     Attributes:
         name: its name in checkpoints.
         classes: the classes of optimizers that keep this state. Classes derived from them keep it, too.
-        moments: the tensors that belong to the elements of a parameter, so that each range of it has its own part.
+        moments: the tensors with one element per element of a parameter, so that they can be divided as the parameter
+            is.
         optional: moments that only some settings add.
-        bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, and
-            cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's part.
+        bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, so
+            that they cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's
+            part.
         has_step: whether an optimizer with this state counts steps.
         step_is_int: whether the step in its state is a number, and not a tensor.
     """
@@ -42,8 +44,8 @@ class OptimizerKind:
 
 
 def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
-    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The average along the longer axis is over
-    # this rank's part of it.
+    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The average along the longer axis covers
+    # only this rank's part of that axis.
     if inner.moment2_method == "adamuon":
         return {}
     if inner.moment2_method == "namo":
@@ -77,7 +79,7 @@ KINDS = (
 
 
 def find_kind(inner: Any) -> OptimizerKind | None:
-    """Returns the kind of a torch-like optimizer, or None if it is not known."""
+    """Returns the kind of a torch-like optimizer, or None if its class is not known."""
     return _kind_of(type(inner))
 
 
@@ -89,7 +91,7 @@ def kind_name(inner: Any) -> str:
 def kind_name_of(cls: type) -> str:
     """Returns the name that checkpoints have for the kind of state of a class of optimizers.
 
-    A class that is derived from a known one has its own name, because its state may mean something else.
+    A class that is derived from a known class has its own name, because its state may have another meaning.
     """
     kind = _kind_of(cls)
     return kind.name if kind is not None and cls.__name__ in kind.classes else cls.__name__

@@ -1,6 +1,7 @@
-"""A megatron optimizer that is not a chain of others, and the questions that saving and loading ask it.
+"""A megatron optimizer that is not a chain of others, and the questions that saving and loading ask about it.
 
-A kind of optimizer that keeps its state elsewhere derives from OptimizerPart and overrides the answers that differ.
+A kind of optimizer that keeps its state in another way derives from OptimizerPart and overrides the answers that
+differ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class MainParameter:
 
 
 class Keyed(Protocol):
-    """A parameter's main tensor, and the tensor under which the optimizer keeps its state."""
+    """A main parameter, and the tensor under which the optimizer keeps the parameter's state."""
 
     @property
     def key(self) -> torch.Tensor: ...
@@ -62,7 +63,7 @@ class Form:
     """The form in which an optimizer keeps the values of a main parameter or of a moment.
 
     Attributes:
-        dtype: the dtype of the elements; None if it becomes the checkpoint's dtype.
+        dtype: the dtype of the elements; None if the elements will be made in the checkpoint's dtype.
         is_scaled: whether a value is the element times a scale, which all elements of the tensor share.
         is_halved: whether the elements are the lower 16 bits of the values, and the model has the upper ones.
     """
@@ -83,8 +84,8 @@ class OptimizerPart:
 
     Attributes:
         megatron: megatron's object.
-        inner: the torch-like optimizer in it; None if it has no parameters.
-        is_of_owner: whether it has only the parameters that this data-parallel rank owns, each of them whole
+        inner: the torch-like optimizer in that object; None if this rank has no parameters for it.
+        is_of_owner: whether the optimizer has only parameters that this data-parallel rank owns, each of them whole
             (LayerWiseDistributedOptimizer).
     """
 
@@ -161,13 +162,13 @@ class OptimizerPart:
         owner = self.megatron
         fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
         if self.has_model_ranges:
-            # Megatron keeps no main parameters here (the list has `None`s). The inner optimizer gets ranges of the
-            # model's own 16-bit parameters.
+            # Megatron keeps no main parameters in this case (the list has `None`s). The inner optimizer gets ranges of
+            # the model's own 16-bit parameters.
             return (owner.model_float16_groups, owner.shard_float16_groups, True), fp32
         return (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False), fp32
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
-        """Returns the optimizer's state of a parameter by kind; empty before its first step. Makes no state."""
+        """Returns the optimizer's state of a parameter by kind; empty before the first step. Makes no state."""
         # `state` is a defaultdict, so indexing it for a parameter without state would create an entry.
         return self.inner.state.get(key, {})
 
@@ -209,14 +210,14 @@ class OptimizerPart:
         return None
 
     def live_scale_of(self, each: Keyed, kind: str) -> torch.Tensor:
-        """Returns the scale of state that is kept in a scaled form, to be filled. Makes the state if there is none."""
+        """Returns the scale of state that is kept in a scaled form, for the caller to fill. Makes missing state."""
         self.tensor_of(each, kind, torch.float32)
         scale = self.scale_of(each.key, kind)
         assert scale is not None, "the form is scaled"
         return scale
 
     def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the tensor with the elements of the main parameter or of a moment, to be filled.
+        """Returns the tensor with the elements of the main parameter or of a moment, for the caller to fill.
 
         If there is no such moment yet, this makes one, with `dtype` unless the optimizer prescribes another.
         """
@@ -236,7 +237,7 @@ class OptimizerPart:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def watched_mains(self) -> list[torch.Tensor]:
-        """Returns the main parameters that are part of the optimizer's state. They are made and dropped with it."""
+        """Returns the main parameters that the optimizer makes and drops as part of its state."""
         return []
 
     # -- the number of steps -------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ class OptimizerPart:
     def follow_model(self) -> None:
         """Sets the main parameters from the model, if only the model has been loaded.
 
-        The main parameters of quantized weights stay, because they have been loaded themselves.
+        The main parameters of quantized weights stay as they are, because the load has filled them directly.
         """
         mains = list(self.mains())
         if not any(is_quantized(each.parameter) for each in mains):
@@ -326,7 +327,7 @@ def write_steps_of(inner: Any, step: float | int | None) -> None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    # Without this, a TorchFunctionMode, such as a profiler's, would be called for each of thousands of tensors.
+    # Otherwise a TorchFunctionMode, such as a profiler's, would be called for each of thousands of tensors.
     with torch._C.DisableTorchFunction():
         tensors = [step for step in steps if isinstance(step, torch.Tensor)]
         numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
