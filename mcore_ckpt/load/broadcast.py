@@ -27,8 +27,8 @@ class Batch:
 def batches(fills: Iterable[TensorFill]) -> list[Batch]:
     """Divides the replicated tensors into batches of about BROADCAST_BYTES, which the replicas read in turn.
 
-    The result is the same on all replicas. A batch of one tensor is sent from the tensor's own memory. Several tensors
-    are first copied into one.
+    The result is the same on all replicas. A batch of one tensor is sent from the tensor's own memory. The tensors of a
+    larger batch are first copied into one tensor.
     """
     members: dict[tuple[tuple[int, ...], torch.dtype], list[TensorFill]] = {}
     for fill in fills:
@@ -42,7 +42,7 @@ def batches(fills: Iterable[TensorFill]) -> list[Batch]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """Returns the fills that world rank `rank` reads: tensors without replicas, and the batches whose reader it is."""
+    """Returns the fills that world rank `rank` reads: of tensors without replicas, and of the batches that it reads."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 

@@ -1,4 +1,4 @@
-"""Lists the checkpoints that a load can choose from, both below the local root and in the remote store."""
+"""Lists the checkpoints that a load can choose from: below the local root, on the nodes, and in the remote store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AnyStep = StepStatus | RemoteStep | NodeStep
 def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
     """Lists the steps in the remote store, the oldest first. Without a store the list is empty.
 
-    `step` is the only step to list; None lists all. `required` tells that there is no local checkpoint to load instead.
+    `step` is the only step to list; None lists all. `required` is true if there is no local checkpoint to load instead.
     A step of another run is listed only if `step` names it and `required` is true.
 
     Raises RemoteError: the store does not answer, and `required` is true. The store may have checkpoints, so it would
@@ -116,7 +116,8 @@ def find_candidates(
     """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
 
     `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, `path` can
-    also name a step that is only on the nodes. `fast` is what the nodes of the fast tier have together.
+    also name a step that is only on the nodes. `fast` has the checkpoints that the nodes of the fast tier have
+    together.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint to try. The message gives the reason for each step that was
@@ -134,7 +135,7 @@ def find_candidates(
     roles = (trainer.role,)
     local: list[AnyStep] = [*list_steps(trainer.root, step), *(each for each in nodes if step in (None, each.step))]
     there = remote_steps(remote, trainer.root, step, required=not choose(local, roles).steps)
-    # If the trainer is strict, only the newest step will do, so that it is not passed over because of what it has lost.
+    # With `strict`, a load must take the newest step or fail. So a step that lacks contents is not passed over.
     is_any_step_fine = step is not None or not trainer.config.strict
     needed = {trainer.role: trainer.config.load_contents} if is_any_step_fine else {}
     choice = choose([*there, *local], roles, needed)
@@ -153,9 +154,9 @@ def find_candidates(
 
 
 def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
-    """Raises CheckpointCorruptError if a newer step lacks files and the trainer's config allows no older one instead.
+    """Raises CheckpointCorruptError if a newer step lacks files and `config.strict` forbids an older step instead.
 
-    Otherwise logs a warning if the tracker names another step.
+    Otherwise logs a warning if the tracker does not name the step that the load tries first.
     """
     for step in choice.passed_over if trainer.config.strict else ():
         if step.is_claimed and step.lacks:
@@ -175,7 +176,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Says what a path is, and what to do, if it cannot be a role's folder; None if the path may be one."""
+    """Says what a path is and what to do instead, if it cannot be a role's folder. Returns None if it can be one."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"
@@ -200,7 +201,8 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
     `lost` says why the nodes of the fast tier do not have the checkpoint.
     """
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
-    # renames it back, unless the process that wrote it may be alive. In that case the checkpoint is read where it is.
+    # renames it back, unless the process that wrote the checkpoint may be alive. In that case the checkpoint is read
+    # under its present name.
     if not path.is_dir():
         leftovers.remove_sibling_leftovers(path)
     foreign = kind_of(path)

@@ -1,7 +1,7 @@
 """Gives each rank the data positions of all saved ranks, if the data-parallel size differs from the saved one.
 
-A rank reads the `extra_state` of every saved data-parallel rank at its own pipeline, tensor and context place, so the
-replicas share the reading. A step that `mcore-ckpt reshard` has written has all positions in each rank's file.
+A rank reads the `extra_state` of every saved data-parallel rank at its own pipeline, tensor and context place, and of
+no other rank. A step that `mcore-ckpt reshard` has written has all positions in each rank's file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Extra = Mapping[str, Any]
 def with_positions(
     extra: dict[str, Any], place: Place, saved: Topology, dp: int, size: int, read: Callable[[Place], Extra | None]
 ) -> dict[str, Any]:
-    """Returns a rank's `extra_state` with `ShardedPosition`s in place of the stored ones.
+    """Returns a rank's `extra_state` with `ShardedPosition`s in place of the stored positions.
 
     Args:
         extra: the `extra_state` that the rank loads.
-        place: the saved place, (pp, tp, cp, dp), that it is from.
+        place: the saved place (pp, tp, cp, dp) that `extra` is from.
         saved: the saved layout.
         dp, size: the loading rank's data-parallel place, and the data-parallel size.
-        read: returns the `extra_state` of another saved place; None if that rank has saved none.
+        read: returns the `extra_state` of another saved place; None if no `extra_state` was saved there.
 
     Raises:
-        CheckpointMismatchError: a saved data-parallel rank has no such position.
+        CheckpointMismatchError: a saved data-parallel rank lacks a position that `extra` has.
         CheckpointCorruptError: a position is of an unknown kind, or a file is missing or damaged.
     """
     positions = {keys: _opened(record, keys, dp, size) for keys, record in positions_in(extra)}

@@ -13,7 +13,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
 Encode = Callable[[torch.Tensor], object]
-"""Takes the elements that were read. Without such a function, they are copied into a tensor."""
+"""A function that takes the elements that were read. Without it, the elements are copied into a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,10 @@ class TensorFill:
         padded: True if some of the elements are not stored anywhere. These elements become zero.
         encode: a function that takes the elements that were read; None if they are copied into the tensor.
         finish: a function to call with the tensor once it is filled, or None.
-        replicas: the world ranks that fill an equal tensor, so that one of them can read it for all; empty if each rank
-            reads it itself.
-        rounding: from which dtype to which the values are rounded, for the report; None if they are not rounded.
+        replicas: the world ranks that fill equal tensors, so that one rank can read for all of them; empty if each rank
+            reads for itself.
+        rounding: how the values are rounded, such as "exp_avg: float32 to bfloat16", for the report; None if they are
+            not rounded.
     """
 
     reads: tuple[ReadRange, ...]
@@ -45,8 +46,8 @@ class TensorFill:
 def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
     """Fills tensors and returns the number of bytes read.
 
-    If a tensor has another dtype than the stored one, or is not contiguous, it is read into a temporary tensor first.
-    At any time, the temporary tensors take less than CONVERT_BYTES plus the size of one tensor.
+    If a tensor has another dtype than the stored tensor, or is not contiguous, the values are read into a temporary
+    tensor first. At any time, the temporary tensors take less than CONVERT_BYTES plus the size of one tensor.
     """
     nbytes = 0
     for batch in _in_batches(fills):
@@ -55,7 +56,7 @@ def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
 
 
 def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
-    """Yields all fills that need no temporary tensor as one batch, then the others in batches of CONVERT_BYTES."""
+    """Yields all fills that need no temporary tensor as one batch, then the other fills in batches of CONVERT_BYTES."""
     direct = [fill for fill in fills if _is_direct(fill)]
     yield direct
     batch: list[TensorFill] = []

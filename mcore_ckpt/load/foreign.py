@@ -1,4 +1,4 @@
-"""Loads another program's checkpoint: each rank reads it into host memory, all ranks check it, then all apply it."""
+"""Loads another program's checkpoint: each rank reads its part into host memory, all ranks check, then all apply."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ForeignLoad:
         nbytes: the bytes of tensors that this rank read.
         rounded: how many tensors of this rank were rounded; see LoadReport.
         was_quantized: whether the weights were quantized, so that the main parameters are more precise.
-        other_model: the facts by which the live model computes something else with the same tensors.
+        other_model: the facts that make the live model compute something else with the same tensors.
         groups: the messages to the user about the param groups.
     """
 
@@ -66,7 +66,7 @@ class _Plan:
         groups: param groups, steps and scalers; None unless the optimizer is loaded.
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the random states; None unless `extra` is loaded.
-        other_model: the facts by which the live model computes something else with the same tensors.
+        other_model: the facts that make the live model compute something else with the same tensors.
     """
 
     state: ForeignState
@@ -95,7 +95,7 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
     Args:
         trainer: this rank's trainer.
         kind_name: the name of the checkpoint's kind.
-        path: its folder, an absolute path.
+        path: the absolute path of the checkpoint's folder.
 
     Raises:
         CheckpointMismatchError: the checkpoint does not fit, lacks something that `load_contents` names, or has an
@@ -105,7 +105,7 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
         UnsupportedError: the state is stored in an unsupported form. All ranks raise it, and nothing has changed.
     """
     kind = kinds_by_name()[kind_name]
-    # All ranks take part in this round, because they all have the kind from rank 0.
+    # All ranks take part in this round or none, because all have got the same kind from rank 0.
     writers = find_writers(trainer) if kind.needs_writers else None
 
     def plan() -> tuple[_Plan, Record]:

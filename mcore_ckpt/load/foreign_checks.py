@@ -1,7 +1,7 @@
-"""Checks another program's checkpoint against the trainer, after it is read and before anything changes.
+"""Checks another program's checkpoint against the trainer, after the ranks have read it and before anything changes.
 
-These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. This finds state
-of another run, of other buckets, or of another pipeline split.
+These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. This check finds
+optimizer state of another run, of other buckets, or of another pipeline split.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def match_parts(parts: Sequence[OptimizerPart], found: Sequence[FoundPart], sche
 
 
 def _matched(part: OptimizerPart, found: FoundPart, schedules: Schedules, first: int) -> tuple[SavedPart, GroupChanges]:
-    """Returns the saved state of a part in the order of its live groups. `first` numbers the first saved group."""
+    """Returns the saved state of a part in the order of the part's live groups.
+
+    `first` is the number of the part's first saved group.
+    """
     saved = SavedPart(None, found.step, found.grad_scaler)
     if found.param_groups is None and part.inner is not None:
         return saved, GroupChanges(tuple(group.describe() for group in read_live_groups(part)))
@@ -92,12 +95,12 @@ def _without_arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 def checked_parameters(
     path: Path, weights: Sequence[FoundWeight], parameters: Sequence[LoadedParameter], was_quantized: bool
 ) -> tuple[LoadedParameter, ...]:
-    """Checks that main parameters belong to the weights. Returns the parameters, with lower halves completed.
+    """Checks that main parameters belong to the weights. Returns the parameters, with stored halves completed.
 
     Args:
         path: the checkpoint, for messages.
         weights: the checkpoint's weights of this rank. If there are none, the model's present weights are compared.
-        parameters: what was read for each owned range.
+        parameters: the values that were read for each owned range.
         was_quantized: whether the checkpoint's matrices were quantized.
 
     Raises:
@@ -113,7 +116,7 @@ def checked_parameters(
 
 
 def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Returns the weights of the elements that this rank owns: the checkpoint's, or the model's if it has none."""
+    """Returns the weights of the elements that this rank owns: the checkpoint's, or else the model's."""
     owned, main = parameter.owned, parameter.tensors[PARAM]
     whole = loaded.get(id(owned.parameter))
     if whole is None and is_quantized(owned.parameter):
@@ -133,8 +136,8 @@ def _with_upper_halves(
     """
     pairs = [(each, weight) for each, weight in zip(parameters, weights, strict=True)]
     halved = [(each.tensors[PARAM], weight) for each, weight in pairs if weight.dtype == torch.bfloat16]
-    # Remainders are whole numbers. Other main parameters are not, but a single tensor of them may be: norms begin as
-    # ones.
+    # Remainders are whole numbers. The values of main parameters usually are not, but those of a single tensor may be:
+    # norms begin as ones.
     are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
         return tuple(parameters)
@@ -149,7 +152,7 @@ def _with_upper_halves(
 def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, was_quantized: bool, whose: str) -> None:
     """Refuses a main parameter that belongs to another weight.
 
-    Main parameters round to their weights, except for matrices that were quantized when they were saved.
+    Main parameters round to their weights, except those of matrices that were quantized when they were saved.
 
     megatron, in every release up to 0.19.2, writes wrong main parameters when it saves a `fully_reshardable` optimizer
     with several buckets. It removes the padding at the ends of the buckets from the gathered buffer
@@ -161,7 +164,8 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
     owned, main = parameter.owned, parameter.tensors[PARAM]
     wrong = _differing(main.to(weight.dtype), weight)
     if wrong and weight.dtype == torch.bfloat16:
-        # With remainders, FusedAdam rounds halves up. Otherwise halves are rounded to the even neighbour.
+        # With remainders, FusedAdam rounds up a value that is halfway between two neighbours. Otherwise such a
+        # value is rounded to the even neighbour.
         wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], weight))
     is_matrix = owned.parameter.dim() > 1 and not owned.name.endswith(_NEVER_QUANTIZED)
     may_differ = is_matrix and (was_quantized or is_quantized(owned.parameter))
@@ -172,7 +176,7 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
             "was saved under other buckets or another layout, or in megatron's fully_reshardable format with "
             "several buckets (in this case every release up to 0.19.2 mixes up parameters, and the lost values "
             "cannot be recovered), or its optimizer kept main parameters of fp16. "
-            "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
+            "Load the checkpoint with load_contents=('model', 'extra'), or save it again as dp_reshardable"
         )
 
 
@@ -180,8 +184,9 @@ def _is_quantized_from(main: torch.Tensor, weight: torch.Tensor) -> bool:
     """Returns True if a weight can come from quantizing its main parameter to 8 or 4 bits.
 
     Neighbouring values of float4_e2m1fn differ by up to a third of the larger one; the smallest value and 0 differ by a
-    twelfth of the largest value in the block. Rounding changes a value by at most half of such a difference, so half of
-    both is allowed. Weights of other parameters differ by more.
+    twelfth of the largest value in the block. Rounding changes a value by at most half of such a difference: by a fifth
+    of the value itself, or by a 24th of the largest one. The sum of both is allowed. Weights of other parameters differ
+    by more.
     """
     main, weight = main.float(), weight.float()
     largest = main.abs().max() if main.numel() else torch.zeros(())

@@ -30,7 +30,7 @@ class WeightsAlone(ForeignState):
     """The weights in one checkpoint.
 
     Raises:
-        UnsupportedError: more than the model is to be loaded.
+        UnsupportedError: `load_contents` names more than the model.
     """
 
     def __init__(self, trainer: Trainer, kind: CheckpointKind, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lets a run begin to train adapters: from a checkpoint without adapters, only the base model is loaded."""
+"""Lets a run train new adapters on a checkpoint without adapters, from which only the base model is loaded."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def choice_of(
     Adapters that the checkpoint lacks keep their values. In that case the base model is loaded even with `skip_frozen`,
     because there is nothing else to load.
 
-    `live` and `stored` have the names of the model's tensors on this rank, and of the checkpoint's tensors.
+    `live` has the names of the model's tensors on this rank, and `stored` the names of the checkpoint's tensors.
 
     Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """
-    # All ranks must decide alike, but a pipeline stage can be without adapters. So ask about the whole model.
+    # All ranks must decide alike, but a pipeline stage can be without adapters. So `trainer.adapters` is asked, which
+    # describes the whole model.
     has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
     if not has_adapters or "model" not in trainer.config.load_contents or any(map(_is_adapter, stored)):
         return lambda name, is_frozen: not (trainer.config.skip_frozen and is_frozen)
     if "optimizer" in trainer.config.load_contents:
         raise CheckpointMismatchError(
-            f"{place}: has no adapters, so it has no optimizer state for those of the model: leave 'optimizer' out of "
+            f"{place}: has no adapters, and no optimizer state for the model's adapters: leave 'optimizer' out of "
             "load_contents to load the base model and to train new adapters"
         )
     if trainer.agreement.is_coordinator:
@@ -42,5 +43,5 @@ def choice_of(
 
 
 def _is_adapter(name: str) -> bool:
-    """Like `is_adapter`, but also for PEFT's names, which live modules of ROLL and checkpoints of ms-swift have."""
+    """Like `is_adapter`, but also knows PEFT's names, which live modules of ROLL and checkpoints of ms-swift have."""
     return is_adapter(name) or peft_matrix(name) is not None

@@ -30,7 +30,7 @@ from mcore_ckpt.state.shards import ParameterState
 
 @dataclass(frozen=True)
 class PartGroups:
-    """What this rank knows of the groups of one chained optimizer.
+    """The param groups of one chained optimizer, as far as this rank knows them.
 
     `candidates` has the numbers of the saved groups that may be the counterparts of these groups.
     """
@@ -43,7 +43,7 @@ class PartGroups:
         return [group.key for group in self.live]
 
     def to_record(self) -> Record:
-        # Settings travel as text, because records are strict JSON, and a rate may be infinite or NaN.
+        # Settings are sent as text, because records are strict JSON, and a rate may be infinite or NaN.
         changed = ({"settings": json.dumps(group.settings), "found_in": sorted(group.found_in)} for group in self.live)
         groups = [{**asdict(group), **fields} for group, fields in zip(self.live, changed, strict=True)]
         return {"groups": groups, "candidates": list(self.candidates)}
@@ -118,11 +118,11 @@ def plan_groups(
     locator: Locator,
     schedules: Schedules,
 ) -> GroupPlan:
-    """Reads which saved groups have this rank's parameters.
+    """Finds the saved groups that this rank's parameters were in.
 
     `optimizers` are the saved optimizers in the form of `common.pt`. For each live part, `keys` has the keys of its
-    groups, `by_part` its parameters on this rank, and `saved` its saved state. `locator` knows the names of parameters
-    in the checkpoint.
+    groups, `by_part` its parameters on this rank, and `saved` its saved state. `locator` finds the names that
+    parameters have in the checkpoint.
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []

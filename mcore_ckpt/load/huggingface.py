@@ -105,32 +105,34 @@ def load_hf(
 
     In a model with LoRA adapters (Megatron-Bridge's LoRA, CanonicalLoRA, DoRA), the folder of a model fills everything
     but the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
-    `adapter_model.safetensors`) fills the adapters, and the modules that were trained whole together with them.
+    `adapter_model.safetensors`) fills the adapters, and the modules that were trained as a whole together with the
+    adapters.
 
-    Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only
-    afterwards, in the tensors that it has filled, because otherwise it would have to read every file twice.
+    Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only after
+    it has filled its tensors, because otherwise it would have to read every file twice.
 
-    After the load, the optimizer's main parameters are still copies of the old weights. The next step would write them
-    over the new weights. To prevent this, pass the optimizer here, or call its `reload_model_params()` afterwards. With
-    quantized weights (FP8), pass the optimizer: only then do their main parameters get the values of the folder.
+    After the load, the optimizer's main parameters are still copies of the old weights. The optimizer's next step would
+    overwrite the new weights with these values. To prevent this, pass the optimizer here, or call its
+    `reload_model_params()` afterwards. With quantized weights (FP8), pass the optimizer: only then do their main
+    parameters get the values of the folder.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         path: the folder, which has `config.json` and one or several `.safetensors` files; or the folder of an adapter.
-            If there is no such folder, the name of a model on the HuggingFace hub ("owner/name" or
+            If there is no folder at this path, `path` is the name of a model on the HuggingFace hub ("owner/name" or
             "owner/name@revision"). One rank of each node downloads the files that are not in the cache.
         revision: the revision of a model on the hub: a branch, a tag or a commit. None: the main branch.
         source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
             part in messages of limited size. If several replicas need the same part, one of them gets it and broadcasts
             it to the others. If the model is on the hub, only rank 0 downloads it.
-        ignore: regular expressions for names of tensors that may have no counterpart, by HuggingFace's names or by
+        ignore: regular expressions for the names of tensors that may have no counterpart: HuggingFace's names, or
             megatron's global names. HuggingFace tensors with such a name are not read, and the model's tensors with
             such a name keep their values. To start a critic from a language model, pass `("lm_head.weight",
             "output_layer.weight")`.
         optimizer: the object that `get_megatron_optimizer` returned. Its main parameters are copied from the loaded
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
-            what `adapter_config.json` names. Not needed for the folder of a model.
+            the base model that `adapter_config.json` names. Not needed for the folder of a model.
         strict_model: whether rotary base and scaling (such as YaRN) must also be as in `config.json`. A longer context
             changes them on purpose, so without `strict_model` a difference only gives a warning. Other differences are
             always refused.
@@ -141,8 +143,8 @@ def load_hf(
         The report of this rank.
 
     Raises:
-        CheckpointNotFoundError: the folder does not exist or has no weights, or the model is not on the hub or, without
-            a connection to the hub, not in the cache.
+        CheckpointNotFoundError: the folder does not exist or has no weights; or the model is not on the hub; or there
+            is no connection to the hub, and the model is not in the cache.
         RemoteError: the hub does not answer, refuses access, or answers with an error.
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model. All ranks raise it, and
             nothing has changed.
@@ -172,7 +174,7 @@ def load_hf(
         agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank, settings)
         with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-            # Each node may have its copy of a model on the hub in another place.
+            # Each node may have downloaded a model of the hub into a different folder.
             same = str(path.absolute()) if path == Path(name) else name
             arguments = {
                 "path": None if source == "rank0" else same,
@@ -249,7 +251,7 @@ def _keeps_float32(here: LiveModel) -> bool:
 
 
 def _own_adapters(here: LiveModel) -> list[tuple[str, Shape]]:
-    """Returns names and global shapes of the tensors of this rank's adapters; none on all replicas but the first."""
+    """Returns names and global shapes of this rank's adapter tensors. Only the first replica returns any."""
     apart, rank = here.topology.experts_apart, here.agreement.rank
     return [
         (shard.key.name, shard.region.global_shape)

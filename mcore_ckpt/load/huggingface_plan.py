@@ -61,13 +61,13 @@ class LiveModel:
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """What all ranks know of the folder and of the whole model.
+    """Information about the folder and the whole model that all ranks have.
 
     Attributes:
         adapters: the shapes of the tensors of the whole model's adapters.
         dtype: the dtype in which quantized tensors of the folder are read; None for the dtype that its `config.json`
             states.
-        tower: the names of the tensors of the model's vision tower. Empty if it has none.
+        tower: the names of the tensors of the model's vision tower. Empty if the model has no tower.
     """
 
     contents: FolderContents
@@ -98,7 +98,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.
-        CheckpointCorruptError: this rank does not see a file.
+        CheckpointCorruptError: this rank does not see a file of the folder.
         UnsupportedError: with source="rank0", tensors cannot be broadcast to the replicas of this model.
     """
     if source == "rank0":
@@ -113,7 +113,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns patterns of the HuggingFace tensors whose parts all have a name in megatron that `ignore` matches."""
+    """Returns patterns for HuggingFace tensors that `ignore` matches by the megatron names of all their parts."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -185,7 +185,7 @@ def _check_scale(here: LiveModel, reader: AdapterReader) -> None:
     settings = adapter_settings([own_adapters(here.chunks)])
     if settings is not None and not math.isclose(settings.alpha, reader.alpha, rel_tol=1e-6):
         raise CheckpointMismatchError(
-            f"{reader.place}: its adapters are scaled by {reader.alpha:g} / rank, but those of the model by "
+            f"{reader.place}: the adapters in it are scaled by {reader.alpha:g} / rank, but the model's adapters by "
             f"{settings.alpha:g} / rank: give the model adapters with alpha={reader.alpha:g}"
         )
 
@@ -229,7 +229,9 @@ def _hint(name: str, reader: HuggingFaceReader, locator: Locator) -> str:
     if locator.layer_mismatch is not None and ".layers." in name:
         return f": {locator.layer_mismatch}{ignore}"
     if name == reader.model.mcore_head and reader.model.is_tied:
-        return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
+        return (
+            ": its input and output embeddings are tied: build the model with share_embeddings_and_output_weights=True"
+        )
     return ignore
 
 
@@ -262,7 +264,7 @@ def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
 def refuse_nan(plan: HfPlan) -> None:
     """Raises CheckpointCorruptError if a tensor that was filled has a NaN."""
     for request in plan.requests:
-        if request.fill.encode is None:  # otherwise `_checked` has looked
+        if request.fill.encode is None:  # otherwise `_checked` has looked for NaN already
             _refuse_nan_in(request.fill.target(), request.name, plan.reader)
 
 
@@ -273,7 +275,7 @@ def _refuse_nan_in(tensor: torch.Tensor, name: str, reader: HuggingFaceReader) -
 
 
 def _checked(encode: Encode | None, name: str, reader: HuggingFaceReader) -> Encode | None:
-    """Returns a function that looks for NaN before it quantizes, because not all quantized forms have a NaN."""
+    """Returns a function that looks for NaN before it quantizes, because some quantized forms cannot keep a NaN."""
     if encode is None:
         return None
 

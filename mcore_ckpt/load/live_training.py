@@ -55,7 +55,7 @@ def find_writers(trainer: Trainer) -> Writers:
 
 
 def describe_training(trainer: Trainer, path: Path, writers: Writers | None) -> LiveTraining:
-    """Describes what this rank loads into. `path` is the checkpoint, for messages."""
+    """Describes the model and the optimizer that this rank loads into. `path` is the checkpoint, for messages."""
 
     def chosen(tensors: Sequence[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
         is_taken = choice_of(trainer, path, (tensor.name for tensor in tensors), stored)
@@ -99,8 +99,8 @@ class _Tensor:
         found: list[str] = []
         if not isinstance(self.sharded, ShardedTensorFactory):
             return [key]
-        # The parts of a mixer's tensors have their own keys. The bytes of a quantized weight must not be read, even to
-        # cut the weight into its parts.
+        # The parts of a mixer's tensors have their own keys. The factory gets a tensor without memory, because even a
+        # cut into parts would read the bytes of a quantized weight, which is not allowed.
         unread = torch.empty(self.sharded.data.shape, device="meta")
         dict_list_map_outplace(lambda part: found.append(part.key), self._build(key, unread))
         return found
@@ -119,15 +119,15 @@ class _Tensor:
 def _sharded_tensors(module: torch.nn.Module, flags: Mapping[str, bool]) -> Iterator[ModelTensor]:
     sharded = sharded_state_dict(module, **flags)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and delayed scaling begins its
-        # history anew.
+        # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and after a load delayed scaling
+        # begins with a new history.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)
         if entry is None or entry.data is not live:
             raise UnsupportedError(
                 f"tensor {name}: the model's sharded_state_dict has no entry for it (metadata {dict(flags)}), so its "
-                "region is unknown: give its module a sharded_state_dict that lists it"
+                "region is unknown: give the tensor's module a sharded_state_dict that lists the tensor"
             )
         yield _Tensor(name, live, entry)
 
@@ -182,7 +182,7 @@ def _live_part(part: OptimizerPart, names: Mapping[int, str]) -> LivePart:
 def _bucket_ranges(optimizer: Any) -> Iterator[tuple[int, BucketRange]]:
     """Yields the place of each owned range, with the `id` of the model parameter.
 
-    The same element has the same place under any data-parallel size.
+    An element of a parameter has the same place under any data-parallel size.
     """
     group = optimizer.data_parallel_group
     for number, by_dtype in enumerate(optimizer.gbuf_ranges):

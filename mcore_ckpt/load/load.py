@@ -108,8 +108,8 @@ def load_state(
                 if verify == "full":
                     _verify_together(trainer, folder)
                 plan = _plan_together(trainer, folder, verify)
-                # Fill. If only the weights in huggingface/ are loaded, `load_hf` checks them first, so nothing has
-                # changed yet.
+                # Fill. If only the weights in huggingface/ are loaded, nothing changes before `load_hf` has checked
+                # them, so `changed` need not be set here.
                 changed = changed or trainer.config.load_contents != ("hf_model",)
                 fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
                 apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
@@ -150,7 +150,8 @@ def _find_together(
     held: list[HeldRole] = []
 
     def work() -> Record:
-        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values on the GPU, and torch itself would wait for ever
+        # Plans read values on the GPU, for which torch itself would wait without a deadline.
+        wait_for_gpu(trainer.agreement.timeout_s)
         held.extend(own_held(tier))
         return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
 
@@ -171,7 +172,7 @@ def _find_together(
 
 
 def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
-    """Lets nodes that died during a commit finish it, so that other nodes find the files in their final place."""
+    """Finishes the commits that some nodes did not finish, so that other nodes find the files in their final place."""
 
     def work() -> Record:
         if tier.is_lead:
@@ -217,7 +218,7 @@ def _takes_hf_weights(trainer: Trainer) -> bool:
 
 
 def _load_foreign(trainer: Trainer, kind: str, path: Path, started: float) -> LoadResult:
-    # Imported here because it imports megatron, and it must be possible to import this package without megatron.
+    # Imported here because the module imports megatron, but this package can be imported without megatron.
     from mcore_ckpt.load.foreign import load_foreign
 
     loaded = load_foreign(trainer, kind, path)
@@ -242,8 +243,8 @@ def _final(
         else "Nothing has been changed: load another checkpoint"
     )
     older = f"\n  older, but not loaded: {last_resort}" if last_resort else ""
-    # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older one is intact
-    # and does not fit.
+    # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older checkpoint is
+    # intact and only does not fit.
     after_damage = not is_first and isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
     message = f"{error}. {state}{_newer(skipped)}{older}"
     return CheckpointCorruptError(message) if after_damage else reworded(error, message)
@@ -342,11 +343,11 @@ def _make_consistent(trainer: Trainer, always: bool = False) -> None:
 
     All ranks call it.
 
-        loaded                                      what is made from what
+        loaded                                      made consistent by setting
         model alone                                 main parameters from the model
         main parameters alone                       model from main parameters
         both, and `always` or quantized weights     model from main parameters
-        both, and FusedAdam keeps remainders        nothing, but the ranks gather the shards that it changed
+        both, and `_changes_model`                  nothing, but the ranks gather the weights that the load has changed
     """
     contents, optimizer = trainer.config.load_contents, trainer.optimizer
     forget_caches(trainer.chunks)

@@ -43,7 +43,7 @@ class LoadEvents:
 
     @contextmanager
     def telling_of_failure(self, step: int | None, path: Path) -> Iterator[None]:
-        """Tells of an error that the block raises. The block loads this step, or the checkpoint at this path."""
+        """Tells of an error that the body of `with` raises. The body loads `step`, or the checkpoint at `path`."""
         try:
             yield
         except BaseException as error:

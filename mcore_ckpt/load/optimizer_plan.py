@@ -23,7 +23,8 @@ from mcore_ckpt.state.trainer import Trainer
 NewlyStarted = tuple[OptimizerPart, ParameterState, bool]
 """A parameter that starts without moments, and whether its main parameter is filled.
 
-It starts so because the optimizer had done no step when it was saved, or because the stored moments are not taken over.
+It starts without moments because the optimizer had done no step at the save, or because the stored moments are not
+taken over.
 """
 
 
@@ -33,7 +34,7 @@ class PartPlan:
 
     Attributes:
         newly_started: the parameters without moments.
-        all_newly_started: all parameters, in the same form.
+        all_newly_started: all parameters of the part, as entries of the same type.
         other_moments: why the optimizer cannot use the stored moments; None if it can.
     """
 
@@ -111,8 +112,8 @@ class OptimizerPlanner:
             return None
         shapes = part.bound_shapes(state.main)
         wanted = {*kind.moments, *shapes}
-        # A class that is derived from a known class may keep more tensors. It gets only state that the same class has
-        # saved.
+        # A class that is derived from a known class may keep more tensors. Such a class gets only state that the same
+        # class has saved.
         allowed = found if part.kind_name != kind.name else wanted.union(kind.optional)
         if not wanted <= found <= allowed or set(bound) != set(shapes):
             return f"{where}: wanted {_listed(wanted)} of {part.kind_name}, found {_listed(found)}"
@@ -130,8 +131,9 @@ class OptimizerPlanner:
             yield TensorFill((every,), dtype, partial(part.bound_tensor, state.key, kind, shape, dtype))
 
     def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
-        # Look for the main parameter even if it need not be filled. A parameter that was frozen at the save has none.
-        # Without this check, it would seem that the optimizer had done no step for such a parameter.
+        # Look for the main parameter even if it need not be filled. A parameter that was frozen at the save has no
+        # stored main parameter. Without this check, it would seem that the optimizer had done no step for such a
+        # parameter.
         wanted = self._wanted(state, PARAM)
         refuse_freed(wanted.key, state.main, "load()")
         located = self.locator.find(wanted)
@@ -148,7 +150,7 @@ class OptimizerPlanner:
         if "model" in self.trainer.config.load_contents:
             form = part.form_of(state, PARAM)
             if state.is_model_view and form == Form(state.main.dtype):
-                return []  # the model's tensor is filled
+                return []  # this is the memory of the model's tensor, which has its own fill
             if not has_stepped and form != Form(state.main.dtype) and located.dtype == state.key.dtype:
                 return []  # FusedAdam will make the main parameter from the model's parameter, in its first step
         return self._fills(part, state, wanted, located)
@@ -184,7 +186,7 @@ class OptimizerPlanner:
         if torch_dtype(coding.dtype) != form.dtype or form.is_scaled != (coding.scale is not None):
             return False
         # Lower halves fit only the upper halves in the model's files. They do not fit weights that were rounded from
-        # values.
+        # whole values.
         return form.is_scaled or (coding.upper == MODEL and "model" in self.trainer.config.load_contents)
 
     def _fills_as_stored(

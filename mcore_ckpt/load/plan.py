@@ -48,7 +48,7 @@ from mcore_ckpt.state.typed_values import from_stored
 class CommonState:
     """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts.
 
-    `groups` finds the saved param groups; `changes` has the messages to the user about them.
+    `groups` finds the saved param groups. `changes` has the messages to the user about param groups.
     """
 
     optimizers: tuple[SavedPart, ...]
@@ -65,11 +65,13 @@ class LoadPlan:
         model_fills: the fills of the model's tensors.
         parts: the plans of the chained optimizers; empty unless the optimizer is loaded.
         common: the state that is equal on all ranks; None unless the optimizer is loaded.
-        rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
-        seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
+        rng: the states of the random number generators; None if random states are not loaded, or if none were saved for
+            this rank's place.
+        seed: the seed to start the generators from if `rng` is None; None if `rng` is set, or if random states are not
+            loaded.
         extra_state: the dict that this rank gave to `save`, or None.
         step_parts: the parts of the step that this rank loads (`CheckpointManager.attach`).
-        other_model: the facts by which the live model computes something else with the same tensors.
+        other_model: the facts that make the live model compute something else with the same tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
     """
@@ -157,8 +159,8 @@ def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
     saved, live = manifest.adapters, trainer.adapters
     if "model" in trainer.config.load_contents and saved and live and saved.alpha != live.alpha:
         raise CheckpointMismatchError(
-            f"its adapters have alpha {saved.alpha:g}, but those of the model have alpha {live.alpha:g}: give the "
-            f"model adapters with alpha={saved.alpha:g}"
+            f"the saved adapters have alpha {saved.alpha:g}, but the model's adapters have alpha {live.alpha:g}: give "
+            f"the model adapters with alpha={saved.alpha:g}"
         )
 
 
@@ -180,8 +182,8 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
         common = _read_common(trainer, reader, by_part, locator)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
         if optimizer_state.changes_model(trainer.optimizer):
-            # A broadcast from a replica comes last, and would undo the changes that main parameters have made to this
-            # rank's weights.
+            # Let each rank read its weights itself. A broadcast from a replica would come last, and would undo the
+            # changes that loading main parameters makes to this rank's weights.
             model_fills = [replace(fill, replicas=()) for fill in model_fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
@@ -246,7 +248,7 @@ def _check_contents(trainer: Trainer, manifest: Manifest) -> None:
         if gone:
             has += f" (retention has removed its {', '.join(gone)}, which only the newest steps keep)"
         raise CheckpointMismatchError(
-            f"load_contents names {', '.join(missing)}, but the checkpoint has only {has}: leave out what it lacks"
+            f"load_contents names {', '.join(missing)}, but the checkpoint has only {has}: leave out the missing words"
         )
 
 
@@ -302,7 +304,7 @@ def _file_of(trainer: Trainer, shard: LocalShard) -> str:
 
 
 def _locate_weight(wanted: Wanted, shard: LocalShard, dtype: torch.dtype, locator: Locator) -> Located:
-    """Locates the stored weight. If it is missing or has another dtype, prefers the more precise main parameter."""
+    """Locates a stored weight. If it is missing or of another dtype, prefers the precise main parameter."""
     located = locator.find(wanted)
     if located is None or located.dtype != dtype:
         main = Wanted(ShardKey(wanted.key.name, PARAM), wanted.region, wanted.file)

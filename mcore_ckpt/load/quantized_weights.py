@@ -1,9 +1,10 @@
 """Plans the fills of quantized weights: through this rank's main parameters, or through values to quantize.
 
-A load fills main parameters. Then megatron quantizes as in a step (`_copy_main_params_to_model_params` on all ranks,
-because the ranks agree on the scales), gathers, and does what follows (`post_all_gather_processing`). Where megatron
-gathers weights in the memory of gradients (MXFP8), this package gathers them in separate memory, and then copies them
-into the quantized tensors, as megatron does after its own gather.
+A load fills main parameters. Then megatron does the same as in a step: it quantizes
+(`_copy_main_params_to_model_params` on all ranks, because the ranks agree on the scales), gathers the weights, and
+processes the gathered weights (`post_all_gather_processing`). Where megatron gathers weights in the memory of gradients
+(MXFP8), this package gathers them in separate memory, and then copies them into the quantized tensors, as megatron does
+after its own gather.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Target:
 
     Attributes:
         shard: the weight.
-        region: the elements that are needed.
+        region: the elements of the weight that are needed.
         tensor: the fp32 main parameter of these elements, or the weight itself.
         encode: quantizes the values into the weight; None if they are copied into the tensor.
     """

@@ -36,9 +36,9 @@ class LoadReport:
         rounded: for each kind of rounding, such as "exp_avg: float32 to bfloat16", the number of this rank's tensors
             with rounded values. No other value lost precision.
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
-        other_model: the fields by which the model computes something else with the checkpoint's tensors, such as
+        other_model: the differences that make the model compute something else with the checkpoint's tensors, such as
             "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
-        kept_groups: the param groups that keep the run's rates, because the checkpoint has no such group.
+        kept_groups: the param groups that keep the run's rates, because the checkpoint has no counterpart of them.
     """
 
     path: Path | str
@@ -67,7 +67,7 @@ class LoadResult:
 
 
 def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequence[str], started: float) -> LoadResult:
-    """Returns the result of a load, and warns of what the training should know."""
+    """Returns the result of a load, and logs warnings about what has changed for the training."""
     _warn_of_new_layout(trainer, plan)
     warn_of_other_model(trainer, plan.folder, plan.other_model)
     rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
@@ -88,7 +88,7 @@ def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequen
 
 
 def foreign_result(trainer: Trainer, path: Path, loaded: ForeignLoad, started: float) -> LoadResult:
-    """Returns the result of loading another program's checkpoint, and warns of what the training should know."""
+    """Returns the result of loading another program's checkpoint, and logs warnings about it."""
     warn_of_other_model(trainer, path, loaded.other_model)
     _warn_of_roundings(trainer, path, loaded.rounded)
     report = LoadReport(

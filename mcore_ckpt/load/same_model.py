@@ -1,7 +1,8 @@
 """Compares what a checkpoint's model and the live model compute with the same tensors.
 
-Our own checkpoints have the facts in their manifest. For other programs' checkpoints, they are in Megatron-LM's stored
-arguments (`formats/torch_dist/arguments.py`), or in a `config.json` next to the weights (`models/stated_facts.py`).
+Our own checkpoints have the facts in their manifest. For other programs' checkpoints, the facts are in Megatron-LM's
+stored arguments (`formats/torch_dist/arguments.py`), or in a `config.json` next to the weights
+(`models/stated_facts.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[Different
 
 
 def warn_of_other_model(trainer: Trainer, folder: Any, found: Sequence[DifferentFact]) -> None:
-    """Logs what differs, on rank 0."""
+    """Logs the different facts on rank 0."""
     if not trainer.agreement.is_coordinator:
         return
     if wrong := [each for each in found if not each.may_change]:

@@ -1,7 +1,7 @@
 """Reads a folder on rank 0 for all ranks, and sends each rank its part in messages of limited size.
 
 The messages are sent point to point over the default process group, from the main thread. Rank 0 has two messages in
-memory, because it reads one while it sends the other. A receiving rank has one.
+memory, because it reads one while it sends the other. A receiving rank has one message in memory.
 
 Each message is sent as a batch with one operation. With `send` and `recv`, NCCL would make a communicator, with buffers
 on both GPUs, for each pair of ranks. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`;
@@ -60,8 +60,8 @@ class _Segment:
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
     """Fills the requests of every rank from files that only rank 0 reads. All ranks of the default group call it.
 
-    Every rank can have a reader, because it needs only the files' headers. `rank` and `world_size` are those of the
-    default group. Returns the number of bytes that this rank has read from files.
+    Every rank can have a reader, because a reader needs only the files' headers. `rank` and `world_size` are those of
+    the default group. Returns the number of bytes that this rank has read from files.
 
     Raises:
         CheckpointCorruptError: on rank 0, if a file cannot be read.
@@ -92,7 +92,7 @@ class _Turn:
 
 
 def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device, failure: BaseException | None) -> int:
-    """Sends the other ranks what they want. `sizes` has the size in bytes of each rank's encoded requests."""
+    """Sends the other ranks the tensors that they want. `sizes` has the size of each rank's encoded requests."""
     locator = Locator(reader, None)
     turns = _turns({other: _receive_wanted(other, sizes[other], device) for other in range(1, len(sizes))}, locator)
     buffers = _Buffers(device)
@@ -158,7 +158,7 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
         status = torch.zeros(1, dtype=torch.int64, device=device)
         _receive_into(status, 0)
         if status.item() != _GOOD:
-            raise CheckpointError("rank 0 could not read the folder and has stopped sending: see its error")
+            raise CheckpointError("rank 0 could not read the folder and has stopped sending: see the error of rank 0")
         last = message[-1]
         size = last.at + (last.stop - last.start) * requests[last.number].fill.dtype.itemsize
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -174,7 +174,7 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
 
 
 class _Arriving:
-    """Fills the tensors of requests. They arrive in the order of the requests, each in one or several segments.
+    """Fills the tensors of requests. Tensors arrive in the order of the requests, each in one or several segments.
 
     A tensor that is not filled in place has temporary memory only from its first segment to its last. Temporary memory
     for all tensors together could be as large as the model.

@@ -1,6 +1,6 @@
 """Gives the parts of a loaded step to the functions that the trainer has attached for them.
 
-Before anything changes, each rank checks that the step has the parts, and reads those that it has saved itself. The
+Before anything changes, each rank checks that the step has the parts, and reads its share of the parts' files. The
 functions run last, on the trainer's thread, so that no part is loaded without the weights of the same step.
 """
 
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class PartsFolder:
-    """The folders of parts, as folders of this host. Files that are not on a file system are fetched when needed.
+    """The folders of parts, as folders of this host. Files of other nodes or a remote store are fetched when needed.
 
     Args:
         folder: the checkpoint's folder.
-        manifest: its manifest.
+        manifest: the checkpoint's manifest.
         runner: runs work under the watch of the disk.
     """
 
@@ -61,7 +61,8 @@ class PartsFolder:
 
     def _bring(self, path: str) -> Path:
         records = self._records.get(path, [])
-        # Without files there may be no folder, because a copy of a checkpoint has only the files of its manifest.
+        # If a part has no files, its folder may be missing, because a copy of a checkpoint has only the files of the
+        # manifest.
         if records and isinstance(self._folder, LocalFolder):
             if damages := self._folder.verify(records):
                 raise CheckpointCorruptError(damages[0].problem)
@@ -70,7 +71,7 @@ class PartsFolder:
             return self._folder.place / path
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="mcore_ckpt-parts-"))
-            # If another rank fails, nobody calls `close`.
+            # If another rank fails, nobody calls `close`. Then the folder is removed together with this object.
             self._removal = weakref.finalize(self, remove_tree, self._scratch)
         place = self._scratch
         make_folders(place, f"{path}/{file_names.PART_FILE}")
@@ -85,7 +86,7 @@ class PartsFolder:
         return next((file for file, found in self._of_step.items() if _identity_of(file) != found), None)
 
     def close(self) -> None:
-        """Removes what was fetched."""
+        """Removes the fetched files."""
         if self._scratch is not None:
             self._removal()
 
@@ -137,7 +138,7 @@ class PartLoads:
             )
 
     def close(self) -> None:
-        """Removes what was fetched from other places."""
+        """Removes the files that were fetched from other places."""
         if self.files is not None:
             self.files.close()
 
@@ -146,7 +147,7 @@ NO_PARTS = PartLoads()
 
 
 def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> PartLoads:
-    """Finds the parts that this rank loads, and reads those that it has saved. Changes nothing.
+    """Finds the parts that this rank loads, and reads its share of their files. Changes nothing.
 
     Raises:
         CheckpointMismatchError: the step does not have a part that this rank has attached, and that is not optional.
@@ -165,7 +166,8 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
                 "optional=True to load steps that were saved without it, or load another step"
             )
         ranks = tuple(rank for first, last in runs for rank in range(first, last + 1))
-        # A step that was resharded has the parts of the ranks that saved it, which may be more than it has now.
+        # A step that was resharded has the parts of all ranks that saved it. These may be more ranks than its new
+        # layout has.
         world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
         own_files = partial(files.folder, part.name)
         found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files)))
@@ -183,7 +185,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
 
 def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> None:
     """Lets each rank load its parts. All ranks call it, and raise the same type of error if one rank fails."""
-    # On this thread, because the functions are the trainer's.
+    # The functions are the trainer's, so they run on this thread.
     decide(agreement, topic, done_here(loads.load).record, lambda _: {})
 
 

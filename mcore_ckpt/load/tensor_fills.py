@@ -1,4 +1,4 @@
-"""Plans the fill of one tensor from what was located in a checkpoint, and says whether its values are rounded."""
+"""Plans the fill of one tensor from the stored ranges that were located, and says whether its values are rounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_ckpt.state.trainer import Trainer
 def plan_fill(
     wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable[[], torch.Tensor], scaled: bool = False
 ) -> TensorFill:
-    """Plans the fill of a tensor of `dtype` from what was located.
+    """Plans the fill of a tensor of `dtype` from the stored ranges that were located.
 
     `scaled` tells whether the tensor keeps its values in a scaled form. Then the fill rounds them.
 
@@ -70,7 +70,7 @@ def not_there(wanted: Wanted, could_be_skipped: bool = False) -> CheckpointMisma
 
 
 def replicas_of(trainer: Trainer, expert: bool) -> tuple[int, ...]:
-    """Returns the world ranks that share one read of a replicated tensor; empty if each rank reads it itself."""
+    """Returns the world ranks that share one read of a replicated tensor; empty if each rank reads for itself."""
     if trainer.config.load_replicas == "read":
         return ()
     return trainer.replicas.experts if expert and trainer.topology.experts_apart else trainer.replicas.dense

@@ -92,7 +92,8 @@ def fill_together(
                 apply()
             return nbytes
         finally:
-            # The read jobs share up to 257 MiB of buffers, pinned if the tensors are on a GPU. Free them for training.
+            # The read jobs share up to 257 MiB of buffers, pinned if the tensors are on a GPU. Free this memory for the
+            # training.
             _native.free_idle_buffers()
 
     filled = done_before(agreement, work)

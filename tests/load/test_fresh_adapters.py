@@ -61,7 +61,7 @@ def test_adapters_that_the_checkpoint_lacks_keep_their_values(
 
 
 def test_the_optimizers_state_would_be_that_of_the_base() -> None:
-    words = "^here: has no adapters, so it has no optimizer state for those of the model: leave 'optimizer' out of "
+    words = "^here: has no adapters, and no optimizer state for the model's adapters: leave 'optimizer' out of "
     with pytest.raises(CheckpointMismatchError, match=words):
         taken(trainer(), [BASE, BRIDGES], [BASE])
 

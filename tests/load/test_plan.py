@@ -418,7 +418,7 @@ def test_what_a_checkpoint_lacks_cannot_be_asked_for(
     if not lacks:
         plan_of(one, folder, load_contents=asked)
         return
-    words = f"load_contents names {lacks}, but the checkpoint has only model: leave out what it lacks"
+    words = f"load_contents names {lacks}, but the checkpoint has only model: leave out the missing words"
     assert words in refusal(one, folder, load_contents=asked)
 
 
@@ -501,7 +501,7 @@ def test_adapters_of_another_scale_are_refused(
     folder = save(tmp_path, [one], files, adapters=settings)
     config: Any = {"adapters": AdapterSettings(live), "load_contents": contents}
     if is_refused:
-        words = f"its adapters have alpha {saved:g}, but those of the model have alpha {live:g}: give the "
+        words = f"the saved adapters have alpha {saved:g}, but the model's adapters have alpha {live:g}: give the "
         assert words in refusal(one, folder, **config)
     else:
         plan_of(one, folder, **config)
