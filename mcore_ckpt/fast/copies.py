@@ -1,8 +1,8 @@
 """Brings copies of committed steps of the fast tier to other nodes, while the training continues.
 
-Each node's lead fetches the files that its node is to have, from the nodes that have written them. One step is fetched
-at a time. If several steps are committed meanwhile, only the newest of them is fetched next, because copies of the
-others would soon be useless.
+Each node's lead fetches the files that its node should have, from the nodes that have written these files. One step is
+fetched at a time. If several steps are committed meanwhile, only the newest of them is fetched next, because copies of
+the older steps would soon be useless.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mcore_ckpt.steps.transaction import Attempt
 
 logger = logging.getLogger(__name__)
 
-_PASSED_OVER = "a newer step was saved before its copies could begin"
+_PASSED_OVER = "a newer step was saved before the copies of this step could begin"
 _CLOSED = "the manager was closed"
-# How long closing waits for the thread, in seconds.
+# How long `close` waits for the thread, in seconds.
 _JOIN_S = 10.0
 
 
@@ -50,7 +50,7 @@ class CopyHandle(Handle[str | None]):
 
     @property
     def exception(self) -> CheckpointError | None:
-        """The `problem` as an error, which `wait` does not raise."""
+        """The `problem` as an error. `wait` does not raise this error."""
         return None if self._result is None else CommitError(self._result)
 
     @property
@@ -169,7 +169,8 @@ class Copies:
         def combine(records: Sequence[Record]) -> Record:
             return {"newer": any(record["newer"] for record in records)}
 
-        # Each step's rounds have different names, because a rank on which the commit has failed misses them.
+        # The rounds of each step have their own names, because a rank on which the commit has failed misses the rounds
+        # of that step.
         outcome = decide(
             self._agreement,
             f"choosing whether to copy {attempt.role_dir}",
@@ -184,7 +185,7 @@ class Copies:
         if problem is None:
             self._complete.add(wanted.attempt.number)
         with self._lock:
-            if wanted in self._pending:  # a signal handler may have ended it before
+            if wanted in self._pending:  # a signal handler may have removed it before
                 self._pending.remove(wanted)
         wanted.handle.end(problem)
 
@@ -206,7 +207,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why some are missing; None if none is."""
+        """Fetches the files that this node should have but lacks. Returns why files are missing; None if no file is."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -222,10 +223,10 @@ class Copies:
         return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
 
     def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
-        """Fetches one file from the first node that sends it intact. Returns why no node did; None if one did."""
+        """Fetches a file from the first node that sends it intact. Returns why no node has sent it; None if one has."""
         assert manifest.placement is not None
         file = manifest.files[position]
-        problem = f"{file.path}: no other node has it"
+        problem = f"{file.path}: no other node has this file"
         for node in manifest.placement.by_file[position]:
             if node == self._tier.number:
                 continue
@@ -267,7 +268,7 @@ class Copies:
     def _wait_for_turn(self, nbytes: int, deadline: float) -> None:
         """Waits while a save is captured, and until the rate allows so many bytes."""
         self._may_copy.wait(max(0.0, deadline - time.monotonic()))
-        # With a low rate, this wait can take hours, so closing must end it.
+        # With a low rate, this wait can take hours, so `close` must end it.
         self._closed.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
         if self._closed.is_set():
             raise TimeoutError(_CLOSED)

@@ -25,7 +25,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# How many of the last copies predict how long the next one takes.
+# The number of last copies whose times predict how long the next copy takes.
 _REMEMBERED = 5
 
 
@@ -66,7 +66,7 @@ class Draining(Protocol):
         """Copies this rank's files, and commits the step in the root. Every rank calls it.
 
         Returns the upload, and a function that deletes old steps; each is None if there is nothing to do. Raises
-        CheckpointError if the step is not in the root.
+        CheckpointError if the step could not be copied to the root.
         """
 
 
@@ -95,7 +95,7 @@ class Drains:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest of the last times that copying a step to the root took, in seconds; None before the first."""
+        """The longest time that one of the last copies to the root took, in seconds; None before the first copy."""
         return max(self._took, default=None)
 
     def needed(self) -> set[str]:
@@ -119,7 +119,7 @@ class Drains:
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step is being copied to the root, or, if `step` is given, until that step is not.
+        """Waits until no step is being copied to the root. If `step` is given, waits only for the copy of that step.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """
@@ -167,6 +167,6 @@ _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())
 
 
 def shorten_drains() -> None:
-    """Shortens the waits of all drains of this process. An exiting interpreter calls it before it waits for them."""
+    """Shortens the waits of all drains of this process. Called before an exiting interpreter waits for them."""
     for drains in list(_all_drains):
         drains.shorten()

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def own_held(tier: NodeTier | None) -> list[HeldRole]:
-    """Returns, on the lead of a node, what the node has; an empty list on other ranks, and without a fast tier."""
+    """Returns, on a node's lead, the checkpoints of the node; an empty list on other ranks, and without a fast tier."""
     return tier.held() if tier is not None and tier.is_lead else []
 
 
@@ -38,7 +38,8 @@ def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[Fas
 def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list[str]:
     """Returns the saves that some node has committed, and another node has not.
 
-    Leaves out saves that are not whole, because a node that commits a save replaces an earlier save of the step by it.
+    Leaves out saves that are not whole, because a node that commits a save deletes its earlier save of the same step,
+    which may be whole.
     """
     whole = {each.attempt for each in found if each.is_complete}
     held = [HeldRole.of(item) for record in records for item in record["held"]]
@@ -46,7 +47,7 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
 
 
 def node_candidate(tier: NodeTier, fast: FastCheckpoint) -> Record:
-    """Describes, as JSON values, a checkpoint on the nodes. The caller sets `below` if it is elsewhere, too."""
+    """Describes, as JSON values, a checkpoint on the nodes. The caller sets `below` if the root or store has it."""
     folder = str(tier.role_dir(fast.step, fast.role))
     return {"step": fast.step, "folder": folder, "remote": False, **_spread(fast), "below": None}
 
@@ -65,7 +66,7 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
     place = tier.role_dir(step, role)
     holders = {node: tuple((first, last) for first, last in has) for node, has in candidate["holders"]}
     key = f"{file_names.step_name(step)}/{role}"
-    # This node comes first, then the next ones in a circle, so that not all nodes ask the same node.
+    # This node comes first, then the next nodes in a circle, so that not all nodes ask the same node.
     sources = [
         Source(LocalFolder(place) if node == tier.number else RemoteFolder(tier.peer(node), key), holders[node])
         for node in sorted(holders, key=lambda node: (node - tier.number) % count)
@@ -79,7 +80,7 @@ def why_not_whole(tier: NodeTier, checkpoint: FastCheckpoint) -> str:
     """Says what a checkpoint of the fast tier lacks, and which nodes had it. Only rank 0 calls it."""
     place = f"{tier.role_dir(checkpoint.step, checkpoint.role)} on the nodes"
     if not checkpoint.is_committed:
-        return f"{place}: its save did not finish"
+        return f"{place}: the save did not finish"
     missing = checkpoint.missing
     if not missing:
         return f"{place}: another role of the step is not whole"

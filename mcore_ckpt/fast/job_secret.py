@@ -1,8 +1,8 @@
-"""Gives all ranks of a job one secret, by which its nodes know each other.
+"""Gives all ranks of a job one secret, by which the nodes of the job recognize each other.
 
 The job's key-value store cannot keep a secret, because anybody who reaches its port can read it. So the user gives the
-secret, or rank 0 puts one into a file until all ranks have read it. Without either, the secret goes through the store,
-with a warning.
+secret, or rank 0 puts a secret into a file, and removes the file when all ranks have read it. If neither is possible,
+the secret goes through the store, with a warning.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _RANDOM_BYTES = 32
 def given_secret() -> bytes | None:
     """Returns the user's secret, from a file or the environment; None if there is none.
 
-    Raises InvalidArgumentError if it is too short, or if other users can read the file.
+    Raises InvalidArgumentError if the secret is too short, or if other users can read the file.
     """
     path = os.environ.get(FILE_VARIABLE)
     text = read_private(Path(path)) if path else os.environ.get(VARIABLE, "").encode(errors="surrogateescape")
     secret = text.strip()
     if (path or secret) and len(secret) < _LEAST_BYTES:
         raise InvalidArgumentError(
-            f"{FILE_VARIABLE if path else VARIABLE}: has {len(secret)} bytes: use at least {_LEAST_BYTES} random ones"
+            f"{FILE_VARIABLE if path else VARIABLE}: has {len(secret)} bytes: use at least {_LEAST_BYTES} random bytes"
         )
     return secret or None
 
 
 @dataclass(frozen=True)
 class SecretOffer:
-    """Where the ranks find the secret. Rank 0 makes it, and sends it through the key-value store.
+    """Tells the ranks where they find the secret. Rank 0 makes the offer, and sends it through the key-value store.
 
     Attributes:
         nonce: makes the secrets of several trainers of one job different.
         check: lets a rank check that its secret is the right one.
         path: the file that has the secret; None without a file.
-        text: the secret itself, in hexadecimal digits, if there was no other way.
+        text: the secret itself, in hexadecimal digits; None if the secret comes from a file or from the user.
     """
 
     nonce: str
@@ -77,8 +77,8 @@ class SecretOffer:
         check = _check(_derive(own, nonce))
         if folder is None:
             logger.warning(
-                "the nodes' secret goes through the job's key-value store, which everybody can read who reaches its "
-                "port (MASTER_PORT): set %s or %s on all ranks",
+                "the nodes' secret goes through the job's key-value store, which anybody who reaches its port "
+                "(MASTER_PORT) can read: set %s or %s on all ranks",
                 FILE_VARIABLE,
                 VARIABLE,
             )

@@ -2,7 +2,7 @@
 
     server     8 bytes (_MAGIC), 32 random bytes (its challenge)
     client     32 random bytes (its challenge), 32 bytes: the client's proof
-    server     32 bytes: the server's proof; zeros if the client's is wrong, and the connection ends
+    server     32 bytes: the server's proof. If the client's proof is wrong: zeros, and the connection ends
 
 A proof is HMAC-SHA256, with the secret as its key, of the side's name and both challenges. So the secret is never sent,
 and a proof is of no use in another connection. Then any number of requests and answers follow on the connection:
@@ -43,15 +43,15 @@ class HandshakeError(OSError):
 
 
 def answer_time_s(nbytes: int) -> float:
-    """Returns how long an answer of so many bytes may take in addition to the time for the first of them."""
+    """Returns how long an answer of so many bytes may take in addition to the time for its first byte."""
     return nbytes / LEAST_BYTES_PER_S
 
 
 def receive_into(connection: socket.socket, memory: memoryview, deadline: float) -> None:
     """Fills memory with the next bytes of a connection.
 
-    Raises TimeoutError if they are not all there at the deadline (by `time.monotonic()`), however steadily they come,
-    and ConnectionEndedError if the connection ends before.
+    Raises TimeoutError if some of the bytes have not come at the deadline (by `time.monotonic()`), even if bytes are
+    still coming, and ConnectionEndedError if the connection ends before.
     """
     while memory:
         left = deadline - time.monotonic()
@@ -78,7 +78,7 @@ def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
-    """Asks a client for its proof, and gives the server's. Returns False if the client's is wrong. Raises OSError."""
+    """Asks a client for its proof, and sends the server's proof. Returns False for a wrong proof. Raises OSError."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     connection.sendall(_MAGIC + challenge)
     answer = receive(connection, _CHALLENGE_BYTES + len(_NO_PROOF), deadline)

@@ -34,19 +34,20 @@ _INTRODUCTION_S, _REQUEST_S = 5.0, 10.0
 _ANSWER_S = 30.0
 # A connection without a request for so long is closed. A client then opens another one.
 _IDLE_S = 300.0
-# How often deadlines are looked at (seconds).
+# The time between two checks of the deadlines (seconds).
 _LOOK_S = 0.5
-# How many connections are open at most: of clients that are known, and of those that are not known yet. The second
-# number must also be small because each connection has a thread.
+# How many connections are open at most: of known clients, and of clients that are not known yet. The second number must
+# also be small because each connection has a thread.
 _MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
 # How many descriptors stay free for the training and its saves.
 _SPARE_DESCRIPTORS = 64
-# The least time between two messages about strangers (seconds), because anybody can cause such messages.
+# The least time between two messages about clients that are not known (seconds), because anybody can cause such
+# messages.
 _QUIET_S = 60.0
 
 
 class _Client:
-    """A connection to this server. It is cut at the `deadline` (`time.monotonic()`).
+    """A connection to this server. The server cuts the connection at the `deadline` (`time.monotonic()`).
 
     A client `is_known` once it has proved that it knows the secret, and `is_idle` while it has no request under way.
     """
@@ -69,7 +70,7 @@ class _Client:
 
 
 class PeerServer:
-    """Serves the files below a folder, and no others, to nodes that know the secret; a `transport.Server`.
+    """Serves the files below a folder, and no other files, to nodes that know the secret; a `transport.Server`.
 
     `host` is the address to listen on, without port. Raises OSError if this address cannot be used.
     """
@@ -129,7 +130,7 @@ class PeerServer:
             except OSError as error:
                 if not self._is_closed():
                     self._tell("the server of %s cannot accept a connection: %s", self._folder, error)
-                    time.sleep(_LOOK_S)  # too many files may be open, which lasts a while
+                    time.sleep(_LOOK_S)  # perhaps too many files are open: try again later
                 continue
             self._begin(connection)
 
@@ -162,7 +163,7 @@ class PeerServer:
             return list(self._clients)
 
     def _cut_overdue(self) -> None:
-        """Cuts connections that are too slow, and the oldest ones of strangers if there are too many."""
+        """Cuts connections that are too slow, and, if there are too many unknown clients, the oldest of theirs."""
         now, clients = time.monotonic(), self._all_clients()
         for client in clients:
             if client.deadline < now:
@@ -172,7 +173,7 @@ class PeerServer:
             self._forget(client)
 
     def _has_slot(self) -> bool:
-        """Returns whether one more client may come. If the server is full, the longest idle one goes."""
+        """Returns True if one more client may come. If the server is full, cuts the client that was idle longest."""
         known = [client for client in self._all_clients() if client.is_known]
         if len(known) < min(_MOST_KNOWN, _most_descriptors() // 4):
             return True
@@ -207,7 +208,7 @@ class PeerServer:
             self._drop(client)
 
     def _forget(self, client: _Client) -> None:
-        """Cuts a connection. Only its thread closes it, so that no other file gets its descriptor too early."""
+        """Cuts a connection. Only its own thread closes it, so that no other file gets the descriptor too early."""
         with self._lock:
             self._clients.pop(client, None)
         client.cut()
@@ -217,7 +218,7 @@ class PeerServer:
         client.connection.close()
 
     def _answer(self, client: _Client, requests: BinaryIO) -> bool:
-        """Answers the next request. Returns False if there is none, or if it makes no sense."""
+        """Answers the next request. Returns False if there is no request, or if the request makes no sense."""
         client.may_take(_IDLE_S)
         client.is_idle = True
         begun = requests.peek(1)  # type: ignore[attr-defined]
@@ -250,7 +251,7 @@ class PeerServer:
                 data = self._notes.get(path)
             _send(client, MISSING if data is None else HERE, data or b"")
         else:
-            raise ValueError(f"{verb!r} is no verb")
+            raise ValueError(f"{verb!r} is not a known verb")
 
     def _send_range(self, client: _Client, path: str, start: Any, stop: Any) -> None:
         descriptor = self._open(path)
@@ -286,7 +287,7 @@ class PeerServer:
 
 
 class _UnreadableError(Exception):
-    """A file cannot be opened. The server answers this; after any other OSError, it closes the connection."""
+    """A file cannot be opened. The server sends this error; after any other OSError, it closes the connection."""
 
 
 def _send(client: _Client, status: int, data: bytes) -> None:

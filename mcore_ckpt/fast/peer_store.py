@@ -39,9 +39,9 @@ class _TooLongError(PeerError):
 class PeerStore:
     """The files that one node serves at `address`, "host:port". It implements `transport.Peer`.
 
-    It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
-    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and in addition the time that
-    the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
+    The class has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads
+    may use one object at once, each with its own connection. A request waits `timeout_s` seconds for its answer, and in
+    addition the time that the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
     """
 
     def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:
@@ -102,7 +102,7 @@ class PeerStore:
             except OSError:
                 if is_new:
                     raise
-                # The server closes connections that have been idle, and a restarted network forgets them.
+                # The server closes connections that have been idle, and a restarted network drops connections.
                 connection.close()
                 connection = self._connect()
                 status, length = self._header(connection, line)

@@ -14,7 +14,7 @@ CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 
 @dataclass(frozen=True)
 class PeerTls:
-    """How a node encrypts the connections that it accepts (`server`), and those that it opens (`client`).
+    """The settings by which a node encrypts connections that it accepts (`server`) and opens (`client`).
 
     Both sides show a certificate, which the job's own authority must have signed. Names in certificates are not
     checked, because a job does not know the addresses of its nodes in advance.
@@ -43,6 +43,7 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
         context.load_verify_locations(folder / AUTHORITY)
     except OSError as error:  # ssl.SSLError is an OSError
         raise InvalidArgumentError(
-            f"{folder}: cannot be used for TLS: {error}: it must have {CERTIFICATE}, {KEY} and {AUTHORITY} (PEM)"
+            f"{folder}: cannot be used for TLS: {error}: the folder must have {CERTIFICATE}, {KEY} and {AUTHORITY} "
+            "(PEM)"
         ) from error
     return context

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class FastSaves:
-    """What the saves of one manager into the fast tier share.
+    """The state that all saves of one manager into the fast tier share.
 
     Attributes:
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. Rank 0's count decides.
         next_is_durable: whether the next step is durable; None if the count of saves decides.
         earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.
-        agreements: the agreements of `copies` and `drains`, closed with them.
+        agreements: the agreements of `copies` and `drains`, which `close` closes, too.
     """
 
     tier: NodeTier
@@ -51,10 +51,10 @@ class FastSaves:
     _owes_durable: bool = False
 
     def wait_before_durable(self) -> None:
-        """Waits for an earlier step that is being copied to the root, if the next step is to be saved there, too.
+        """Waits for an earlier step that is being copied to the root, if the next step also goes to the root.
 
-        Every rank calls it before the ranks' round, because the other ranks would not wait that long for a rank that
-        waits in the round.
+        Every rank calls it before the round in which the save begins. If a rank waited in the round, the other ranks
+        could give up waiting for this rank.
         """
         if self.must_wait_for_root():
             if self.tier.rank == 0:
@@ -62,15 +62,15 @@ class FastSaves:
             self.drains.wait()
 
     def must_wait_for_root(self) -> bool:
-        """True if the next step is to be saved to the root, too, and an earlier one is still being copied there."""
+        """Returns True if the next step also goes to the root, and an earlier step is still being copied there."""
         is_due, _ = self.plan_durable()
         return is_due and self.drains.busy
 
     def wait_for_copies_of(self, step: int) -> None:
         """Waits until no copy of a step is under way, neither to other nodes nor to the root.
 
-        Otherwise a file of the earlier save could reach a node that has the new save already, and count as a file of
-        it.
+        Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
+        file of the new save.
         """
         self.drains.wait(step=step)
         self.copies.wait(step=step)
@@ -114,9 +114,9 @@ class FastSaves:
         folders takes longer, and may be done later.
 
         The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
-        could cost all steps. If this node has lost its part of a step, the step does not count. But it stays as long as
-        an older step does, because other nodes may need the rest. Steps that `step` has abandoned go. Steps of another
-        run stay.
+        could cost all steps. A step of which this node has lost its part does not count as one of the newest. But it
+        stays while an older step stays, because other nodes may need the files that are left. Steps that `step` has
+        abandoned are moved. Steps of another run stay.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
@@ -142,7 +142,7 @@ class FastSaves:
         return retired
 
     def _last_first(self, committed: int) -> tuple[list[int], list[int]]:
-        """Returns this run's steps on this node, the last commit first: the steps of its branch, and the others."""
+        """Returns this run's steps on this node, the last commit first: those in its branch, and all other steps."""
         here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
         statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
         last = statuses[committed].commit
@@ -157,7 +157,7 @@ class FastSaves:
         """Returns the newest steps, down to the `keep`-th step of which this node has its part."""
         count = 0
         for position, step in enumerate(steps):
-            # The commit has just looked at the files of the newest step.
+            # The commit has just checked the files of the newest step.
             count += position == 0 or self._has_its_part(step)
             if count == self.tier.config.keep:
                 return list(steps[: position + 1])
@@ -188,7 +188,7 @@ class FastSaves:
 
 
 def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
-    """Opens the fast tier of one manager. Every rank calls it. Raises what `open_tier` raises."""
+    """Opens the fast tier of one manager. Every rank calls it. Raises the errors of `open_tier`."""
     tier = open_tier(trainer.agreement, config, trainer.role, trainer.root, trainer.config.shared_with_group)
     try:
         return _opened(trainer, tier)

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Reads = list[tuple[ReadRange, torch.Tensor]]
-# What a source raises if it does not have the bytes, or has other bytes. Then the next source is asked.
+# The errors of a source that does not have the bytes, or has wrong bytes. After such an error, the next source is
+# asked.
 _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSError)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A folder with a checkpoint's files at the positions in `has`, as inclusive runs; if None, with all."""
+    """A folder that has the files at the positions in `has` (inclusive runs); None: all files of the checkpoint."""
 
     folder: Folder
     has: tuple[tuple[int, int], ...] | None = None
@@ -63,7 +64,9 @@ class SpreadFolder:
         def read(source: Source) -> Manifest:
             manifest = source.folder.manifest()
             if manifest.attempt != self.attempt:
-                raise CheckpointCorruptError(f"{source.folder}: is of another save: it was replaced meanwhile")
+                raise CheckpointCorruptError(
+                    f"{source.folder}: belongs to another save: the checkpoint was replaced meanwhile"
+                )
             return manifest
 
         return self._first(self.sources, "its manifest", read)
@@ -112,7 +115,7 @@ class SpreadFolder:
 
     def fetch(self, record: FileRecord, target: Path) -> None:
         def fetch(source: Source) -> None:
-            target.unlink(missing_ok=True)  # what another source has sent
+            target.unlink(missing_ok=True)  # remove the bytes that another source has sent
             source.folder.fetch(record, target)
 
         self._of_file(record.path, fetch)

@@ -36,8 +36,8 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _TOPIC = "setting up the fast tier"
-# Each node gets the manifest of a save from another node. Each node serves at most so many others. If one node served
-# all, a thousand nodes would wait for its network; in a chain, they would wait for each other.
+# Each node gets the manifest of a save from another node. Each node serves it to at most this many nodes. If one node
+# served all nodes, a thousand nodes would wait for its network. In a chain, the nodes would wait for each other.
 _BRANCHES = 8
 
 
@@ -95,12 +95,12 @@ class NodeTier:
         return self.nodes.writers_of(replicas, self.config.replicas)
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
-        """Returns the folder of a role's checkpoint in this node's folder. If `role` is None, of this tier's role."""
+        """Returns the folder of a role's checkpoint in this node's folder. None stands for this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)
 
     @property
     def home(self) -> Path:
-        """The folder that has the identity of the run: the root, or a folder in this node's if no step is durable."""
+        """The folder that has the identity of the run: the root, or one in this node's folder if no step is durable."""
         if self.root is None:
             return self.folder
         return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
@@ -153,11 +153,11 @@ class NodeTier:
         return data
 
     def open_folder(self) -> None:
-        """Makes this node's folder if it is not there. Raises InvalidArgumentError if it is another user's."""
+        """Makes this node's folder if it is missing. Raises InvalidArgumentError if the folder is another user's."""
         _open_folder(self.folder, self.shared)
 
     def held(self) -> list[HeldRole]:
-        """Returns what this node has. Raises InvalidArgumentError if its folder is another user's."""
+        """Returns the roles' checkpoints on this node. Raises InvalidArgumentError if its folder is another user's."""
         if not os.path.lexists(self.folder):
             return []
         check_own_folder(self.folder, self.shared)
@@ -182,8 +182,8 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
     `shared`: whether the group may read and write what is in the folder.
 
     Raises:
-        InvalidArgumentError: there are too few nodes or failure domains for the copies, the ranks have different
-            configurations, or the folder is the root, or another user has made it or can write in it.
+        InvalidArgumentError: there are too few nodes or failure domains for the copies; the ranks have different
+            configurations; the folder is the root; or another user has made the folder, or can write in it.
         InvalidStateError: this node's address cannot be found.
         CheckpointError: a rank has failed, or is missing.
     """
@@ -279,7 +279,7 @@ def _open_folder(folder: Path, shared: bool | None) -> None:
 
 
 def _seen_by_all(fast: FastTier, folder: Path, root: Path, nodes: int) -> Path | None:
-    """Returns a folder that all ranks see; None if perhaps there is none."""
+    """Returns a folder that all ranks see; None if there may be no such folder."""
     if fast.durable_every is not None:
         return root
     return folder if nodes == 1 else None
@@ -318,7 +318,7 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
             for other in nodes.preferred(number)[:replicas]:
                 copies[other] += own[number]
         # A step is written before an old one is deleted. The last step with complete copies stays until a newer step
-        # has all its copies. So does a step that is being copied. A durable step stays until it is in the root.
+        # has all its copies. A step that is being copied stays, too. A durable step stays until it is in the root.
         steps = tier.config.keep + 1 + (2 if replicas else 0) + (tier.config.durable_every is not None)
         for number, node in enumerate(nodes.all):
             lead = records[node.lead]
@@ -327,9 +327,9 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
                 kind = "memory" if lead["memory"] else "disk"
                 raise NoRoomError(
                     f"{tier.folder} on {node.name} would have to hold {need} bytes of {kind}, but only {lead['free']} "
-                    f"can be had: {steps} steps (keep={tier.config.keep}, and what is being saved) of {own[number]} "
-                    f"bytes of its ranks and {copies[number]} bytes of copies for other nodes. Use fewer steps or "
-                    "replicas, more nodes, or a larger folder"
+                    f"bytes are available: {steps} steps (keep={tier.config.keep}, and what is being saved) of "
+                    f"{own[number]} bytes of its ranks and {copies[number]} bytes of copies for other nodes. Use fewer "
+                    "steps or replicas, more nodes, or a larger folder"
                 )
         return {}
 
@@ -348,6 +348,6 @@ def _held_bytes(folder: Path, role: str) -> int:
 
 
 def _role_of(name: str) -> str:
-    """Returns the role that a folder of a step belongs to: a checkpoint, or leftovers of a dead save."""
+    """Returns the role of a folder in a step. The folder has a checkpoint, or leftovers of a dead save."""
     work = file_names.parse_work_dir(name)
     return name if work is None else work.role

@@ -3,7 +3,8 @@
 A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
 first round all ranks write, and rank 0 makes the manifest; in its second round the manifest reaches all nodes. Then
 each node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs,
-their staging folders stay, with the manifest. The other nodes rename them when a load chooses this step (`adopt`).
+the staging folders of these nodes stay, with the manifest. These nodes rename their folders when a load chooses this
+step (`adopt`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mcore_ckpt.steps.transaction import Attempt, is_committed, raise_refusal, r
 
 logger = logging.getLogger(__name__)
 
-# How long a rank waits for its node's lead to rename a committed save, and how long between two looks, in seconds.
+# How long a rank waits for its node's lead to rename a committed save, and the pause between two looks, in seconds.
 _RENAME_S, _LOOK_S = 30.0, 0.02
 
 
@@ -40,8 +41,8 @@ class NodeAttempt:
     """One save of all ranks into the fast tier.
 
     Attributes:
-        attempt: its id, its staging folder on this node, and its final folder on this node.
-        is_durable: whether it is also to be saved to the root.
+        attempt: the save's id, and its staging folder and final folder on this node.
+        is_durable: whether the step also goes to the root.
         save_count: how many saves into the fast tier the training has begun, this one included.
     """
 
@@ -98,8 +99,8 @@ def open_on_nodes(
 def make_staging(attempt: Attempt, mode: int) -> None:
     """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError.
 
-    `mode` is the mode of new folders, before the umask is applied. An existing folder of an older version may be more
-    open. That does not matter, because only this training reads what is in it.
+    `mode` is the mode of new folders, before the umask is applied. A folder that an older version has made may have a
+    more open mode. That does not matter, because only this training reads what is in it.
     """
     while not attempt.staging.is_dir():
         make_parents(attempt.role_dir.parent, mode)
@@ -164,8 +165,8 @@ def commit_on_nodes(
         if is_interrupt(error):
             raise
         if not _is_committed_on_node_0(tier, attempt):
-            # If node 0 does not answer, it may have renamed its folder. So other nodes keep their folders, and a load
-            # decides.
+            # If node 0 does not answer, it may have renamed its folder. So other nodes keep their folders, and the next
+            # load decides whether the save is committed.
             if agreement.is_coordinator:
                 commit.discard(attempt.staging)
             raise
@@ -185,9 +186,9 @@ def commit_on_nodes(
 
 
 def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
-    """Checks that this node has its ranks' files in their full size, and writes the manifest into the same folder.
+    """Checks that this node has its ranks' files in their full size, and writes the manifest into the staging folder.
 
-    Files that this node's ranks have written as replicas must be the same as the files in the manifest.
+    Files that this node's ranks have written as replicas are removed if they differ from the files in the manifest.
     """
     manifest = decode_manifest(data)
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
@@ -199,7 +200,7 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
         for file in manifest.files
         if file.rank in own
     ]
-    if not attempt.staging.is_dir():  # all ranks of this node have had nothing to write
+    if not attempt.staging.is_dir():  # no rank of this node had anything to write
         make_staging(attempt, top_mode(tier.shared))
     commit.check_files(attempt.staging, written)
     _remove_different(attempt.staging, manifest, own)
@@ -211,8 +212,8 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
 def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
     """Removes replicas' files that differ from the same files on another node.
 
-    They would count as copies, because they have the right size. Once they are removed, this node gets real copies.
-    `own` has the ranks of this node.
+    Such files would count as copies, because they have the right size. Once they are removed, this node gets real
+    copies. `own` has the ranks of this node.
     """
     for position in files_here(staging, manifest):
         file = manifest.files[position]
@@ -226,7 +227,7 @@ def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
 
 
 def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
-    """True if rank 0's node, which renames first, is known to have committed a save."""
+    """Returns True if rank 0's node, which renames first, is known to have committed a save."""
     if tier.number == 0:
         return is_committed(attempt)
     try:
@@ -237,7 +238,7 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
 
 
 def committed_manifest(attempt: Attempt) -> Manifest:
-    """Returns the manifest of a save that all nodes have agreed to commit. Waits for this node's lead to rename it.
+    """Returns the manifest of a save that all nodes have agreed to commit. Waits until this node's lead has renamed it.
 
     Raises CommitError if the save is not here after a while, or was replaced by a newer save.
     """
@@ -270,8 +271,8 @@ def rename_committed(tier: NodeTier) -> None:
 def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
     """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
 
-    Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed
-    them.
+    Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed the
+    same save.
     """
     for paths in file_names.step_dirs(folder).values():
         for step_path in paths:
@@ -294,7 +295,7 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits, on this node, the `attempts` that it holds and that other nodes have committed. Only leads call it."""
+    """Commits the saves in `attempts` on this node. Other nodes have committed them already. Only leads call it."""
     for each in held:
         step, role, attempt = each.head.step, each.head.role, each.head.attempt
         if each.is_committed or attempt not in attempts:
@@ -303,4 +304,6 @@ def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> 
         try:
             commit.publish(file_names.staging_dir(role_dir, attempt), role_dir, attempt)
         except OSError as error:
-            logger.warning("%s: its save is committed on other nodes, but cannot be renamed here: %s", role_dir, error)
+            logger.warning(
+                "%s: the save is committed on other nodes, but its folder cannot be renamed here: %s", role_dir, error
+            )

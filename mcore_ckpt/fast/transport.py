@@ -1,4 +1,4 @@
-"""How nodes read each other's folders, over any network.
+"""Defines how nodes read each other's folders, over any network.
 
 Each kind of network has a class with the methods of `Transport`: `tcp_transport.py` has the class for TCP.
 """
@@ -14,7 +14,7 @@ class PeerError(OSError):
 
 
 class Server(Protocol):
-    """Serves this node's folder to the others."""
+    """Serves this node's folder to the other nodes."""
 
     @property
     def address(self) -> str:
@@ -34,10 +34,10 @@ class Peer(Protocol):
         """Returns the name that messages use for a file of the other node."""
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
-        """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is none."""
+        """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is no such file."""
 
     def read_into(self, key: str, start: int, memory: memoryview) -> None:
-        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError if there is none."""
+        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError if it is missing."""
 
     def read_all(self, key: str, most: int) -> bytes:
         """Reads a whole small file. Raises CheckpointCorruptError if it is larger than `most` bytes."""
@@ -46,7 +46,7 @@ class Peer(Protocol):
         """Returns the sizes in bytes of the files below a folder, by their paths below it."""
 
     def note(self, name: str, most: int, patience_s: float) -> bytes:
-        """Returns the bytes that the node has published under a name. Waits for them for `patience_s` seconds."""
+        """Returns the bytes that the node has published under a name. Waits at most `patience_s` seconds for them."""
 
     def close(self) -> None:
         """Closes the connections that no thread uses."""

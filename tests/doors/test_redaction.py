@@ -106,7 +106,7 @@ PLAIN = [
     "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/run",
     "http://[::1]:9000/run",
     "config.json: eos_token='</s>', bos_token_id=5, pad_token=None, tokenizer=a",
-    "MCORE_CKPT_SECRET: has 5 bytes: use at least 16 random ones",
+    "MCORE_CKPT_SECRET: has 5 bytes: use at least 16 random bytes",
     "the keys are 'key', 'embedding.weight': use --ignore",
     "layers.0.attention.key.weight = 1",
     "did you mean 'max_to_keep'? the options are a, b",

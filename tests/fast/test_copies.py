@@ -234,7 +234,7 @@ def test_of_several_steps_the_newest_is_copied_next(job: Job) -> None:
         job.copies[0].wait(step=4)
     assert [handle.wait(LONG_S) for handle in first] == [None] * NODES
     for second, third in later:
-        assert second.wait(LONG_S) == "a newer step was saved before its copies could begin"
+        assert second.wait(LONG_S) == "a newer step was saved before the copies of this step could begin"
         assert third.wait(LONG_S) is None
         assert (second.complete, third.complete) == (False, True)
     for node in range(NODES):
@@ -261,7 +261,9 @@ def test_a_step_is_passed_over_if_any_node_knows_a_newer_one(job: Job) -> None:
     handles.append(job.add(2, first))
     newest = job.add(2, second)
     may_begin.set()
-    assert [handle.wait(LONG_S) for handle in handles] == ["a newer step was saved before its copies could begin"] * 3
+    assert [handle.wait(LONG_S) for handle in handles] == [
+        "a newer step was saved before the copies of this step could begin"
+    ] * 3
     assert [handle.wait(LONG_S) for handle in (job.add(0, second), job.add(1, second), newest)] == [None] * NODES
 
 

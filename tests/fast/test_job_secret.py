@@ -62,7 +62,7 @@ def test_the_users_secret_is_not_sent(tmp_path: Path) -> None:
 def test_without_a_folder_the_store_has_it(caplog: pytest.LogCaptureFixture) -> None:
     offer = SecretOffer.make(None, None, "actor")
     assert sent(offer).take(None) == offer.take(None)
-    assert "everybody can read who reaches its port (MASTER_PORT): set MCORE_CKPT_SECRET_FILE" in caplog.text
+    assert "anybody who reaches its port (MASTER_PORT) can read: set MCORE_CKPT_SECRET_FILE" in caplog.text
 
 
 def test_a_rank_that_sees_another_folder(tmp_path: Path) -> None:

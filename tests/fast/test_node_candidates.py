@@ -132,7 +132,7 @@ def test_why_a_step_is_lost(tier: NodeTier) -> None:
         return why_not_whole(tier, checkpoint)
 
     place = f"{tier.role_dir(7)} on the nodes"
-    assert reason({0: [held(is_committed=False)]}) == f"{place}: its save did not finish"
+    assert reason({0: [held(is_committed=False)]}) == f"{place}: the save did not finish"
     assert reason({0: [held()]}) == f"{place}: another role of the step is not whole"
     # Even if no node answers that could say which nodes had the files.
     assert reason({0: [held(has=[(1, 2)])]}) == f"{place}: 2 of {FILES} files are on no node that is left"

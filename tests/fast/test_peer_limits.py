@@ -266,5 +266,7 @@ def test_certificates_that_cannot_be_used(certificates: Path, tmp_path: Path) ->
         read_tls(tmp_path)
     (tmp_path / "key.pem").chmod(0o600)
     (tmp_path / "ca.pem").write_bytes(b"nonsense")
-    with pytest.raises(InvalidArgumentError, match=r"cannot be used for TLS: .*it must have cert\.pem, key\.pem"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"cannot be used for TLS: .*the folder must have cert\.pem, key\.pem"
+    ):
         read_tls(tmp_path)

@@ -235,7 +235,7 @@ def test_any_bytes(data: bytes, is_known: bool) -> None:
 def test_a_verb_that_is_none(server: PeerServer) -> None:
     with raw(server) as connection:
         connection.sendall(request(verb="delete"))
-        assert answer(connection) == (REFUSED, b"'delete' is no verb")
+        assert answer(connection) == (REFUSED, b"'delete' is not a known verb")
 
 
 def test_requests_one_after_the_other(server: PeerServer) -> None:

@@ -310,7 +310,7 @@ def test_another_save_in_the_same_place(nodes: NodesOfTest, expected: dict[Any, 
     path = nodes.place(0) / file_names.MANIFEST_FILE
     path.write_bytes(encode_manifest(replace(nodes.manifest, attempt="b" * 32)))
     assert nodes.spread(*sources).manifest() == nodes.manifest
-    with pytest.raises(CheckpointCorruptError, match="is of another save: it was replaced meanwhile"):
+    with pytest.raises(CheckpointCorruptError, match="belongs to another save: the checkpoint was replaced meanwhile"):
         nodes.spread(sources[0]).manifest()
 
 

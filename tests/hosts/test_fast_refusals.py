@@ -138,7 +138,7 @@ def play(tmp_path: Path, job_server: JobServer) -> Iterator[Play]:
         (
             "no space",
             "NoRoomError",
-            rf"on host1 would have to hold \d+ bytes of memory, but only {LEFT_BYTES} can be had: 5 steps",
+            rf"on host1 would have to hold \d+ bytes of memory, but only {LEFT_BYTES} bytes are available: 5 steps",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_saves_do_not_wait_for_slow_copies(story: Story, case: str) -> None:
     for found in story.live:
         assert found[case]["under_way"]
         first, skipped, last = found[case]["problems"]
-        assert skipped == "a newer step was saved before its copies could begin"
+        assert skipped == "a newer step was saved before the copies of this step could begin"
         assert first is last is None
 
 

@@ -518,7 +518,10 @@ def test_a_folder_that_cannot_hold_the_steps_is_refused_with_numbers(job: Job, s
         job.start(keep=30)
     message = str(caught.value)
     assert f"{job.node} on {socket.gethostname()} would have to hold" in message
-    assert f"bytes of memory, but only {256 << 10} can be had: 32 steps (keep=30, and what is being saved)" in message
+    assert (
+        f"bytes of memory, but only {256 << 10} bytes are available: 32 steps (keep=30, and what is being saved)"
+        in message
+    )
     server_threads()
     job.start(keep=3)
     job.save(1)
