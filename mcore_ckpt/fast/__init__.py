@@ -1,1 +1,1 @@
-"""Checkpoints on the nodes of a job: saved, copied to other nodes, found again, and read from where they are."""
+"""Saves checkpoints on the nodes of a job, copies them to other nodes, finds them again, and reads them."""

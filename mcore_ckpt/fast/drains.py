@@ -167,6 +167,6 @@ _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())
 
 
 def shorten_drains() -> None:
-    """Shortens the waits of all drains of this process. Called before an exiting interpreter waits for them."""
+    """Shortens the waits of all drains of this process. Called before an exiting interpreter waits for drains."""
     for drains in list(_all_drains):
         drains.shorten()

@@ -116,8 +116,8 @@ class SecretOffer:
     def _read(self, path: Path) -> bytes:
         if not path.exists():
             raise CheckpointNotFoundError(
-                f"{path}: is not there, although rank 0 has just made it: all ranks must see the same folder. If they "
-                f"cannot, set {FILE_VARIABLE} or {VARIABLE} on all of them"
+                f"{path}: is not there, although rank 0 has just made it: all ranks must see the same folder. If the "
+                f"ranks cannot, set {FILE_VARIABLE} or {VARIABLE} on all of them"
             )
         return read_private(path)
 

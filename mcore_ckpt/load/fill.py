@@ -25,7 +25,7 @@ class TensorFill:
         dtype: the dtype of the stored elements.
         target: a function that returns the tensor. It is called only when the training state may change.
         padded: True if some of the elements are not stored anywhere. These elements become zero.
-        encode: a function that takes the elements that were read; None if they are copied into the tensor.
+        encode: a function that takes the elements that were read; None if the elements are copied into the tensor.
         finish: a function to call with the tensor once it is filled, or None.
         replicas: the world ranks that fill equal tensors, so that one rank can read for all of them; empty if each rank
             reads for itself.

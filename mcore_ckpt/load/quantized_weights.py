@@ -27,7 +27,7 @@ class Target:
         shard: the weight.
         region: the elements of the weight that are needed.
         tensor: the fp32 main parameter of these elements, or the weight itself.
-        encode: quantizes the values into the weight; None if they are copied into the tensor.
+        encode: quantizes the values into the weight; None if the values are copied into the tensor.
     """
 
     shard: LocalShard

@@ -18,7 +18,7 @@ def plan_fill(
 ) -> TensorFill:
     """Plans the fill of a tensor of `dtype` from the stored ranges that were located.
 
-    `scaled` tells whether the tensor keeps its values in a scaled form. Then the fill rounds them.
+    `scaled` tells whether the tensor keeps its values in a scaled form. In that case the fill rounds the values.
 
     Raises CheckpointMismatchError: one of the two dtypes is an integer type, so the values cannot be converted.
     """
@@ -33,7 +33,7 @@ def plan_fill(
 
 
 def describe_rounding(kind: str, stored: torch.dtype, kept: torch.dtype, scaled: bool) -> str | None:
-    """Says how values of one dtype are rounded if they are kept in another; None if they are not rounded."""
+    """Says how values of one dtype are rounded if they are kept in another dtype; None if they are not rounded."""
     if not scaled and _is_exact(stored, kept):
         return None
     return f"{kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(kept)}"

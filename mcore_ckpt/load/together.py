@@ -38,7 +38,7 @@ def plan_together(
         agreement: this rank's agreement.
         topic: the name of this round, for messages.
         plan: returns this rank's plan and its report to rank 0.
-        check: raises, on rank 0, if the ranks' reports do not fit together. The value that it returns goes to all
+        check: raises, on rank 0, if the ranks' reports do not fit together. The value that `check` returns goes to all
             ranks.
 
     Returns this rank's plan, and what `check` has returned.
@@ -73,7 +73,7 @@ def fill_together(
         agreement: this rank's agreement.
         replicas: the ranks that hold the same tensors as this rank.
         topic: the name of this round, for messages.
-        fills: one for each tensor that this rank loads.
+        fills: one fill for each tensor that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.
         apply: restores the state that is not stored as tensors, once the tensors are filled.
 
@@ -111,7 +111,7 @@ def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
     """Returns the names of the checkpoint's tensors that no rank takes, given the `positions_taken` of each rank.
 
-    Unless a caller refuses these tensors, they are lost silently.
+    The caller must refuse such tensors. Otherwise they are lost silently.
     """
     left = bytearray(b"\1") * len(locator.reader.names)
     for first, last in chain.from_iterable(taken):

@@ -30,7 +30,7 @@ class HandOver:
 
 @dataclass(frozen=True, eq=False)
 class SavedPart:
-    """What a load passes to a part's `load` function: the part as the step contains it.
+    """A part of a step, as a load passes it to the `load` function of the part.
 
     Attributes:
         name: the part's name.

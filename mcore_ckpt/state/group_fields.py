@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
-"""Whose value counts after a load, and whether the field distinguishes groups:
+"""The rule of a field says whose value counts after a load, and whether the field distinguishes groups:
 
 - "schedule": an LR scheduler reads the field. The scheduler's `Option` says whose value counts. The field distinguishes
   groups.
@@ -26,7 +26,7 @@ Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
 """
 
 Option = Literal["run", "checkpoint", "equal"]
-"""Whose schedule counts: the run's (`override_opt_param_scheduler`) or the checkpoint's
+"""The schedule that counts: the run's (`override_opt_param_scheduler`) or the checkpoint's
 (`use_checkpoint_opt_param_scheduler`, or another scheduler than megatron's). With "equal", both must be equal."""
 
 

@@ -18,7 +18,7 @@ from mcore_ckpt.state.optimizers.part import STEP, OptimizerPart
 
 
 class LiveObjects:
-    """A record of which tensor was at which place in a model and an optimizer. It detects later changes.
+    """A record of which tensor was at which place in a model and an optimizer. The record detects later changes.
 
     The record keeps no tensor alive, so a trainer that offloads by replacing tensors gets the memory back.
     """

@@ -175,7 +175,7 @@ class Schedules:
 class GroupChanges:
     """The messages to the user about the groups of a load.
 
-    `kept` describes the groups that keep the run's rates, because the checkpoint has none for them. `replaced`
+    `kept` describes the groups that keep the run's rates, because the checkpoint has no rates for them. `replaced`
     describes the settings in which the checkpoint overrides the run's choice.
     """
 
@@ -183,7 +183,7 @@ class GroupChanges:
     replaced: tuple[str, ...] = ()
 
     def warn(self, where: Any) -> None:
-        """Logs the messages. One rank calls it."""
+        """Logs the messages. Only one rank calls it."""
         if self.kept:
             logger.warning(
                 "%s: has no param group for some of this run's groups, so they keep the run's rates: "
@@ -343,7 +343,7 @@ def _step_of(saved: Sequence[Mapping[str, Any]]) -> float | int | None:
 def write_param_groups(part: OptimizerPart, saved: Sequence[Group | None], option: Option) -> list[dict[str, Any]]:
     """Sets the fields of each group from the saved group at the same position.
 
-    Returns the groups whose rates the LR scheduler has to set, because the checkpoint has none for them.
+    Returns the groups whose rates the LR scheduler has to set, because the checkpoint has no rates for them.
     """
     for group, values in zip(part.param_groups, saved, strict=True):
         if values is not None:

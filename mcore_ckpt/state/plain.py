@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io.device_waits import wait_before_reading
 
-# Values of these types have no parts, and torch's safe unpickler can create them.
+# Values of these types have no parts, and torch's safe unpickler can create such values.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # The length of the longest integers that are stored. A pickle stores integers of more bits in a form that torch's safe
 # unpickler and ours cannot read.
@@ -26,14 +26,14 @@ _PLAIN = "numbers, strings, bytes, tensors, and dicts, lists, tuples or sets of 
 
 
 def is_atom(value: Any) -> bool:
-    """Returns True if a value has no parts, and can be stored as it is."""
+    """Returns True if a value has no parts and can be stored unchanged."""
     if type(value) is int:
         return value.bit_length() <= _MOST_INT_BITS
     return type(value) in ATOMS and value != b""  # torch's safe unpickler cannot create empty bytes
 
 
 def is_plain_key(key: Any) -> bool:
-    """Returns True if the key of a dict, or the item of a set, can be stored as it is."""
+    """Returns True if a key of a dict, or an item of a set, can be stored unchanged."""
     parts = key if type(key) is tuple else (key,)
     return len(parts) < MOST_KEY_PARTS and all(map(is_atom, parts))
 

@@ -163,7 +163,7 @@ def _write_tracker(states: dict[str, torch.Tensor]) -> None:
         generator = current.get(name)
         if isinstance(generator, torch.Generator):
             # CUDA graphs keep references to the generator objects of a graph-safe tracker. If these objects were
-            # replaced, the graphs would continue to use the old ones.
+            # replaced, the graphs would continue to use the old objects.
             generator.set_state(state)
             restored[name] = generator
         else:

@@ -335,7 +335,7 @@ def _refuse_quantized(part: OptimizerPart) -> None:
             f"quantized weights are not supported in optimizer {type(part.megatron).__name__}: use DistributedOptimizer"
         )
     if part.has_model_ranges:
-        # Here only the optimizer writes the bytes and scales of weights, and only in a step.
+        # In this case only the optimizer writes the bytes and scales of weights, and only in a step.
         config = part.megatron.config
         settings = ("fp8_recipe", "optimizer_cpu_offload", "main_params_dtype")
         given = ", ".join(f"{name}={getattr(config, name, None)}" for name in settings)
