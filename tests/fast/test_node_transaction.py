@@ -229,7 +229,7 @@ def test_what_cannot_be_adopted_is_only_logged(
     held = held_in(node.tier)
     shutil.rmtree(node.attempt.staging)
     adopt(node.tier, held, [manifest.attempt])
-    assert "is committed on other nodes, but cannot be renamed here" in caplog.text
+    assert "is committed on other nodes, but its folder cannot be renamed here" in caplog.text
 
 
 @pytest.mark.parametrize("has_renamed", [True, False])
