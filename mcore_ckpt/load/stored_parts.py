@@ -103,7 +103,7 @@ class PartLoads:
     """The parts that this rank loads from one step.
 
     Attributes:
-        parts: what this rank has attached, and what the step has for it.
+        parts: each attached part that this rank loads, with the same part as the step contains it.
         files: the folders of the step's parts.
         attached: all parts that this rank has attached.
     """
@@ -115,7 +115,7 @@ class PartLoads:
     def load(self) -> None:
         """Calls the function of each part, on the thread of the trainer.
 
-        Raises CheckpointError: a function raised something.
+        Raises CheckpointError: a function raised an error.
         """
         for part, stored in self.parts:
             assert part.load is not None
@@ -127,7 +127,7 @@ class PartLoads:
                 self._check_step(part.name)
 
     def _check_step(self, part: str) -> None:
-        """Logs an error if a function has damaged the step, which the next load would find too late."""
+        """Logs an error if a function has damaged the step. Otherwise only the next load would notice it."""
         changed = None if self.files is None else self.files.changed()
         if changed is not None:
             logger.error(

@@ -15,13 +15,14 @@ Result = TypeVar("Result")
 def call_of_trainer(function: Callable[[], Result], failure: str, error_type: type[CheckpointError]) -> Result:
     """Calls a function of the trainer, and returns its result.
 
-    If the function raises an error, the other ranks raise an error of this package. So does this rank, so that a
-    training loop that catches such errors continues on all ranks. Interrupts (`is_interrupt`) are raised unchanged.
+    If the function raises an error, the other ranks raise an error of this package. This rank must raise one, too. Then
+    a training loop that catches errors of this package continues on all ranks. Interrupts (`is_interrupt`) are raised
+    unchanged.
 
     Args:
-        function: the function.
+        function: the function to call.
         failure: begins the message, such as "extra_state could not be read".
-        error_type: the type of the error that stands for any other error.
+        error_type: the type of the error that is raised in place of an error of another package.
     """
     try:
         with in_function_of_trainer():
