@@ -37,11 +37,11 @@ class EndTime:
 
 
 def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime | None:
-    """Returns when the machine goes; None if nobody says so.
+    """Returns when the machine goes; None if that is not known.
 
     Args:
-        given_s: in how many seconds the machine goes; `math.inf`: never. None: the environment says so, or `scontrol`
-            in a Slurm job without SLURM_JOB_END_TIME.
+        given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment, or
+            from `scontrol` in a Slurm job without SLURM_JOB_END_TIME.
         environment: the variables of the environment.
     """
     if given_s is not None:
@@ -58,7 +58,9 @@ def _end_at(text: str, source: str) -> EndTime | None:
     try:
         left_s = float(text) - time.time()
     except ValueError:
-        logger.warning("%s is %r, which is no time: it is ignored", source, text)
+        logger.warning(
+            "%s is %r, which is not a time, so it is ignored: set it to seconds since the epoch", source, text
+        )
         return None
     return EndTime(time.monotonic() + left_s, source) if math.isfinite(left_s) else None
 

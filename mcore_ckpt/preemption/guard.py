@@ -33,24 +33,24 @@ _UNKNOWN_SAVE_S, _TO_END_S = 60.0, 5.0
 class PreemptionGuard:
     """Stops a training at a step boundary, and saves there, before its machine goes.
 
-    Every rank makes one, enters it around its loop on the main thread, and asks `should_stop` after each step. A
-    request that one rank has heard stops all ranks at the same step. Signals are only noted: they interrupt no step and
-    no save, however many come. Only SIGKILL ends the last save.
+    Every rank makes a guard, enters the guard around its loop on the main thread, and asks `should_stop` after each
+    step. A request that one rank has heard stops all ranks at the same step. Signals are only noted: they interrupt no
+    step and no save, however many come. Only SIGKILL ends the last save.
 
     Args:
         manager: the manager that saves.
-        signals: the signals that ask for a stop, on any rank. Handlers that these signals have already are called, too,
-            and are put back at the end.
+        signals: the signals that ask for a stop, on any rank. Existing handlers of these signals are called, too, and
+            are put back at the end.
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
             it when the training stops. None: no file. A file that is older than `deadline_s` when the guard is entered
             was made for an earlier run, and is ignored.
-        deadline_s: how many seconds after such a request the machine goes. A save that would not end before that is not
-            begun. None: unknown, so the last save may take any time.
+        deadline_s: how many seconds after a request to stop the machine goes. A save that would end later is not begun.
+            None: unknown, so the last save may take any time.
         training_ends_in_s: in how many seconds the machine goes without a request. The training stops early enough to
-            save. None: at the time that SLURM_JOB_END_TIME or `scontrol` gives, or at the end of a reservation at
-            SageMaker or Volcengine; `math.inf`: never.
-        save_takes_s: how many seconds a durable save takes, such as `mcore-ckpt bench` predicts. It counts until this
-            run has made a durable save. None: unknown, so a save is tried.
+            save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a reservation at SageMaker
+            or Volcengine; `math.inf`: never.
+        save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts. This number counts until
+            this run has made a durable save. None: unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns it.
         save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`.
         exit_status: the value of the property `exit_status` if the training was stopped.
@@ -107,11 +107,11 @@ class PreemptionGuard:
         self._stopped: Stopped | None = None
 
     def __enter__(self) -> PreemptionGuard:
-        """Begins to note signals, and to look for the file. Every rank enters it, and waits for the others.
+        """Begins to note signals, and to look for the file. Every rank enters the guard, and waits for the other ranks.
 
         Raises:
-            InvalidStateError: a rank is not on its main thread, which alone can handle signals, and there is no trigger
-                file. All ranks raise it. Or this guard has been entered before.
+            InvalidStateError: this guard has been entered before. Or a rank is not on its main thread, which alone can
+                handle signals, and there is no trigger file; then all ranks raise it.
             AgreementError: a rank is missing.
         """
         if self._has_been_entered:
@@ -137,7 +137,7 @@ class PreemptionGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Puts the handlers back that were there before, and ends the look for the file."""
+        """Puts back the handlers that were there before, and stops looking for the file."""
         self._signals.remove()
         if self._file is not None:
             self._file.end(acted=self._stopped is not None)
@@ -164,10 +164,12 @@ class PreemptionGuard:
         return 0 if self._stopped is None else self._exit_status
 
     def should_stop(self, step: int) -> bool:
-        """Returns True, on all ranks alike, if the training must stop now. Then the last save has been made.
+        """Returns True, on all ranks alike, if the training must stop now.
 
-        All ranks call it equally often, after each step and, if they like, between steps. While the training state is
-        still that of step `step`, it may be called at any point. Calls that follow each other quickly are passed over:
+        In that case, the last save has been made already.
+
+        All ranks call it equally often, after each step and, if they like, between steps. They may call it at any point
+        at which the training state is still that of step `step`. Calls that follow each other quickly are passed over:
         they return False without asking the other ranks.
 
         If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
@@ -202,9 +204,9 @@ class PreemptionGuard:
         return True
 
     def exit(self) -> NoReturn:
-        """Ends this process with `exit_status`. It waits neither for threads nor for process groups.
+        """Ends this process with `exit_status`. It does not wait for threads or process groups.
 
-        So a save that does not fit into the time, or a collective that waits for a dead rank, does not hold it up.
+        So the process ends in time even if a save is still under way, or a collective waits for a dead rank.
         """
         logging.shutdown()
         sys.stdout.flush()

@@ -24,7 +24,7 @@ from mcore_ckpt.save.save_control import SaveControl
 logger = logging.getLogger(__name__)
 
 DURABLE, ON_NODES = "durable", "on the nodes"
-# The share of the remaining time that the process gets to end, and the most that it gets, in seconds.
+# The share of the remaining time that is kept for the end of the process, and the most that is kept, in seconds.
 _SHARE_TO_END, _MOST_TO_END_S = 0.1, 5.0
 # A save may take this many times as long as the last ones.
 MARGIN = 1.25
@@ -48,12 +48,12 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be done in the time that is left.
+    """The decision how the last step is saved in the time that is left.
 
     Attributes:
         how: "durable" or "on the nodes"; None: nothing.
         is_new: whether the step is saved now; if not, an earlier save of the step counts.
-        reason: why it is not durable; empty if it is.
+        reason: why the step does not become durable; empty if it does.
     """
 
     how: str | None
@@ -67,7 +67,7 @@ class Times:
 
     Attributes:
         commit_s: from the beginning of a save until it is committed (with a fast tier: on the nodes).
-        drain_s: from then until it is in the root; 0.0 without a fast tier.
+        drain_s: from the commit until the step is in the root; 0.0 without a fast tier.
         given_s: how long a durable save takes in all, as the caller has said. Measured times are preferred.
     """
 
@@ -77,7 +77,7 @@ class Times:
 
     @property
     def durable_s(self) -> float | None:
-        """How long a durable save takes; the least that it takes, if only that is known."""
+        """How long a durable save takes, or a lower bound if only that is known; None if nothing is known."""
         if self.commit_s is not None and self.drain_s is not None:
             return self.commit_s + self.drain_s
         return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
@@ -112,7 +112,7 @@ def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_
 def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
     if takes_s is None or takes_s * MARGIN <= left_s:
         return ""
-    return f"{what} takes about {takes_s:.1f} s, and {max(0.0, left_s):.1f} s are left"
+    return f"{what} takes about {takes_s:.1f} s, but only {max(0.0, left_s):.1f} s are left"
 
 
 class LastSave:
@@ -181,7 +181,7 @@ class LastSave:
             with suppress(CheckpointError, TimeoutError):
                 newest.wait(self._patience_s)
         if self._background.failure() is not None:
-            # It is logged already, and must not keep the last save from beginning.
+            # This failure is logged already, and must not keep the last save from beginning.
             self._background.mark_failure_seen()
 
     def _choose_together(self, step: int) -> Choice:
@@ -209,7 +209,10 @@ class LastSave:
         return Choice(**decide(self._control.agreement, f"choosing how to save step {step}", work, combine))
 
     def _await(self, handle: SaveHandle) -> str | None:
-        """Waits for a save and for what makes it safe, as long as there is time. Returns how it is saved."""
+        """Waits for a save and for the copies that make it safe, as long as there is time.
+
+        Returns how the step is saved.
+        """
         handle.wait(self._patience_s)
         if handle.skipped is not None:
             logger.error("step %d is not saved: %s", handle.step, handle.skipped)

@@ -1,7 +1,7 @@
 """Listens for requests to stop a training: signals, and a file that any process may make.
 
-A signal handler only notes the signal. It logs nothing and takes no lock, because it may interrupt a save, a log record
-or a lock's owner.
+A signal handler only notes the signal. The handler logs nothing and takes no lock, because it may interrupt a save, a
+log record or a lock's owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
-# The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
+# How often the file is looked for: the pause, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
 
 
@@ -86,7 +86,7 @@ class Signals:
     def remove(self) -> None:
         """Puts back the handlers that were there before.
 
-        A handler that came later stays, and may call this object's.
+        A handler that was set later stays, and may still call the handler of this object.
         """
         self._is_active = False
         for number, before in self._before.items():
@@ -108,7 +108,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if not self._is_active or not self._home.is_here:
-            # In a forked child, such as a data loader's worker, or if a later handler calls this one after `remove`.
+            # This is a forked child, such as a data loader's worker, or a later handler calls this one after `remove`.
             _as_before(number, before, frame)
             return
         if self.first is None:
@@ -153,7 +153,7 @@ class TriggerFile:
         threading.Thread(target=self._run, name="mcore_ckpt trigger file", daemon=True).start()
 
     def end(self, acted: bool) -> None:
-        """Ends the look.
+        """Stops looking.
 
         If the training has stopped (`acted`), removes the file, so that the next run does not stop, too.
         """
@@ -167,7 +167,7 @@ class TriggerFile:
         last = time.monotonic()
         while self.found is None and not self._over.wait(LOOK_S):
             now = time.monotonic()
-            self._look(began=last)  # the file was made after the last look
+            self._look(began=last)  # the file was made after it was last looked for
             last = now
 
     def _look(self, began: float | None) -> None:

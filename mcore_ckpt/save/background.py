@@ -42,7 +42,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# How many of the last saves predict how long the next one takes.
+# The next save is expected to take no longer than the slowest of this many last saves.
 _REMEMBERED = 5
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
@@ -62,7 +62,7 @@ def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
 
 
 class _Nothing:
-    """What a rank writes in a save that is skipped."""
+    """The files of a save that is skipped: none."""
 
     def progress(self) -> tuple[int, int]:
         return 0, 0
@@ -76,11 +76,11 @@ class SaveHandle(Handle[SaveReport]):
 
     Attributes:
         step: the step.
-        skipped: why nothing is saved, if an earlier save was under way and `if_busy` is "skip"; None for other saves.
-            All ranks skip the same saves. For a skipped save, `committed` is False, and `wait` returns a report of 0
-            bytes.
+        skipped: why the save was skipped: an earlier save was under way, and `if_busy` is "skip". None for saves that
+            were not skipped. All ranks skip the same saves. For a skipped save, `committed` is False, and `wait`
+            returns a report of 0 bytes.
         has_begun: False if nothing was saved because the save was skipped, or, with `if_failed="warn"`, refused
-            (`NoRoomError`, `HungDiskError`). It is the same on all ranks.
+            (`NoRoomError`, `HungDiskError`). The value is the same on all ranks.
 
     Example:
         >>> handle = manager.save(100)  # doctest: +SKIP
@@ -110,7 +110,10 @@ class SaveHandle(Handle[SaveReport]):
 
     @property
     def committed(self) -> bool:
-        """True if the checkpoint is committed. False while the save is under way, if it has failed, or was skipped."""
+        """True if the checkpoint is committed.
+
+        False while the save is under way, and if it has failed or was skipped.
+        """
         return self._result is not None and self.skipped is None
 
     @property
@@ -153,7 +156,7 @@ class SaveHandle(Handle[SaveReport]):
             timeout: how long to wait, in seconds; None to wait until the save ends.
 
         Raises:
-            TimeoutError: the save is still under way after `timeout` seconds, and continues. This is not a
+            TimeoutError: the save is still under way after `timeout` seconds, and continues. A TimeoutError is not a
                 CheckpointError, because nothing has failed.
             CheckpointError: the save failed. The previous checkpoint stays.
         """
@@ -172,14 +175,14 @@ class SaveHandle(Handle[SaveReport]):
         assert self._finish is not None
         try:
             report, following = self._finish(stall_s)
-            # `delete` refers to the trainer's model. A trainer may keep the handle, which must not keep the model
-            # alive.
+            # Drop `delete`, because it keeps the trainer's model alive, and a trainer may keep this handle for long.
             self._following, self._result = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            # `Agreement.call` looks for exceptions of signal handlers among the causes, and raises them unchanged.
+            # `Agreement.call` looks among an error's causes for exceptions of signal handlers, and raises these
+            # unchanged.
             self._exception.__cause__ = error
             if is_interrupt(error):
                 raise
@@ -204,7 +207,7 @@ class BackgroundSaves:
     failures are only logged: the manager's next call does not raise them.
 
     Attributes:
-        newest_of_step: the last save that has begun and is part of a step; None before the first.
+        newest_of_step: the last save that has begun and whose checkpoint is part of a step; None if there is none.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
@@ -234,7 +237,7 @@ class BackgroundSaves:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest time from start to commit that one of the last saves took, in seconds; None before the first."""
+        """The longest time from start to commit among the last saves, in seconds; None before the first commit."""
         return max(self._took, default=None)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
@@ -281,7 +284,7 @@ class BackgroundSaves:
     def wait_for_deletion_of(self, step: int, root: Path) -> None:
         """Waits until old steps are deleted, if the root has a folder of `step`.
 
-        If `step` is one of these old steps, the deletion would delete its new staging folder, too.
+        If `step` itself is being deleted, the deletion would also delete the staging folder of its next save.
         """
         if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
             self.wait_for_deletions()
@@ -348,8 +351,8 @@ class BackgroundSaves:
     def _note_time(self, handle: SaveHandle) -> None:
         report = handle.report
         if report is not None:
-            # `seconds` may include a wait for an earlier save. The sum of the parts counts a time twice if copying and
-            # writing overlap. So neither is too small, and the smaller one counts.
+            # Both numbers may be too large, so take the smaller: `seconds` may include a wait for an earlier save, and
+            # the sum of the parts counts a time twice if copying and writing overlap.
             parts = (report.plan_s, report.copy_s, report.write_s, report.export_s, report.commit_s)
             self._took.append(min(report.seconds, sum(parts)))
 
@@ -365,7 +368,7 @@ class BackgroundSaves:
             if following.deletes:
                 self._deleting.add(following)
             self._deletions.add(partial(self._after_commit, following))
-        except BaseException:  # from a signal handler: the next save deletes the old steps
+        except BaseException:  # a signal handler has raised it: the next save deletes the old steps
             self._deleting.discard(following)
             raise
 
@@ -393,7 +396,7 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # This comes after the saves, because each of them may begin a copy to the root, and add a deletion.
+    # Wait for copies to the root and for deletions last, because each save may begin some.
     shorten_drains()
     for worker in all_workers():
         try:

@@ -25,8 +25,8 @@ from mcore_ckpt.state.main_weights import Fragment
 class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request, and the address of each one's first element.
 
-    The tensors may have any strides; `in_rows` says whether all are contiguous. They are in host memory or on a GPU.
-    Tensors on the device `meta` stand for weights that `WeightCopies` copies.
+    The tensors may have any strides; `in_rows` says whether all are contiguous. The tensors are in host memory or on a
+    GPU. Tensors on the device `meta` stand for weights that `WeightCopies` copies.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -44,7 +44,10 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Where the bytes of each file are. `seconds` is how long the trainer waited for copies; 0 without copies."""
+    """The places in memory of each file's bytes.
+
+    `seconds` is how long the trainer waited for copies; 0 without copies.
+    """
 
     writes: tuple[FileWrite, ...]
     seconds: float
@@ -95,7 +98,7 @@ def capture_copies(
         buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
         device: makes the copies from the GPU; None if no tensor is on a GPU.
         weights: the event after the last copy of weights from the GPU to the images (`WeightCopies`); None if the
-            weights are there already.
+            weights are in the images already.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
@@ -115,7 +118,7 @@ def capture_copies(
         places.append((plan, place, list(enumerate(compress(parts.at, is_cuda), before + 1))))
     events: list[tuple[int, _native.DeviceEvent]] = []
     if on_device.nbytes:
-        assert device is not None, "tensors on a GPU without copies from it"
+        assert device is not None, "tensors are on a GPU, but `device` is None"
         events = device.start(buffer, on_device.offsets, on_device.sources, on_device.nbytes, copied_from)
     if host.nbytes:
         destinations = [buffer.address + offset for offset in host.offsets]
@@ -195,7 +198,7 @@ def _ready(
 
 
 class _Place(NamedTuple):
-    """Where bytes `[low, high)` of a weight go: byte n goes to `address + n`."""
+    """The destination of bytes `[low, high)` of a weight: byte n goes to `address + n`."""
 
     address: int
     low: int
@@ -249,9 +252,9 @@ class WeightCopies:
             _native.copy_host(destinations, sources, nbytes, HOST_THREADS)
             return
         buffer, device = self._buffer, self._device()
-        assert buffer is not None, "a state on a GPU has images of all files"
+        assert buffer is not None, "weights are on a GPU, but there is no buffer of images"
         offsets = [destination - buffer.address for destination in destinations]
-        values = [fragment.values for fragment in fragments[:1]]  # all are parts of one tensor
+        values = [fragment.values for fragment in fragments[:1]]  # all fragments are parts of one tensor
         self.arrived = device.start(buffer, offsets, sources, nbytes, values)[-1][1]
         device.hold()
 

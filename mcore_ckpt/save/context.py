@@ -108,7 +108,10 @@ def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | Non
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """What one manager holds and gives back at its end. None of it may refer to the manager's `SaveContext`."""
+    """The resources of one manager, which are given back at its end.
+
+    None of these objects may refer to the manager's `SaveContext`.
+    """
 
     agreements: tuple[Agreement, ...]
     host_images: HostImages
@@ -122,9 +125,9 @@ class Closing:
 
     @staticmethod
     def of(context: SaveContext, fast: FastSaves | None) -> Closing:
-        """Returns what a context and a fast tier hold.
+        """Returns the `Closing` of a context and a fast tier.
 
-        Once no manager and no save uses the context any more, all of it is given back, unless `close` has done that
+        When the last manager or save that uses the context is gone, everything is given back, unless `close` was called
         before.
         """
         closing = Closing(
@@ -138,7 +141,7 @@ class Closing:
             fast,
             Home(),
         )
-        # When the interpreter ends, exit handlers finish what is under way, and the system takes the rest back.
+        # When the interpreter ends, exit handlers finish what is under way, and the system frees memory and locks.
         weakref.finalize(context, closing._after_context).atexit = False
         return closing
 
@@ -166,7 +169,7 @@ class Closing:
             logger.warning("a lock stays until this process has ended: %s", error)
 
     def _after_context(self) -> None:
-        """Gives back what a dropped manager held. The garbage collector calls it, on any thread and at any moment.
+        """Gives back what a dropped manager held. The garbage collector calls this, on any thread and at any moment.
 
         So another thread does everything that waits, or takes a lock that this thread may hold.
         """
@@ -178,5 +181,5 @@ class Closing:
             threading.Thread(target=self._close_quietly, name="mcore_ckpt close", daemon=True).start()
 
     def _close_quietly(self) -> None:
-        with suppress(CheckpointError):  # nobody is left to tell
+        with suppress(CheckpointError):  # no caller is left to raise it to
             self.close()

@@ -1,4 +1,4 @@
-"""Where a save goes: the protocol of destinations.
+"""Defines the protocol of destinations, which says where saves go.
 
 A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
 such as an object store, needs only a new class: `save.save_step` does not change.
@@ -31,7 +31,7 @@ Written = tuple[int, FileReport]
 
 @dataclass(frozen=True, eq=False)
 class Following:
-    """What goes on after a commit, on this rank.
+    """The work that a commit starts on this rank: an upload, copies, deletions.
 
     Attributes:
         upload: the upload to the remote store; None without a store, and on most ranks.
@@ -49,16 +49,19 @@ class Following:
 
 
 class Place(Protocol):
-    """Where one save goes, on this rank. `attempt` has its id, its staging folder and its final folder."""
+    """The folders of one save at its destination, on this rank.
+
+    `attempt` has its id, its staging folder and its final folder.
+    """
 
     @property
     def attempt(self) -> Attempt: ...
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Returns a context to enter while the state is copied. If it raises an error, it does so on all ranks."""
+        """Returns a context to enter while the state is copied. An error of the context is raised on all ranks."""
 
     def prepare(self) -> None:
-        """Makes this rank's staging folder, if `open` has not. Raises OSError and CheckpointError."""
+        """Makes this rank's staging folder, if `open` has not made it. Raises OSError and CheckpointError."""
 
     def await_opening(self, topic: str) -> None:
         """Waits for work that `open` has not waited for. Every rank calls it. Raises what `open` raises."""
@@ -92,11 +95,11 @@ class Place(Protocol):
         """
 
     def follow(self) -> Following:
-        """Begins what follows a commit. Every rank calls it, and waits for no other rank."""
+        """Begins the work that follows a commit. Every rank calls it. It waits for no other rank."""
 
 
 class Destination(Protocol):
-    """Where the saves of one manager go. Only rank 0 takes the `lock` on the role there.
+    """The destination of one manager's saves. Only rank 0 takes the `lock` on the role there.
 
     `contents` says what a checkpoint there contains, in the words of `save_contents`.
     """
@@ -111,7 +114,10 @@ class Destination(Protocol):
         """Groups the replicas of a file. Each group writes one copy of the file together."""
 
     def folder_of(self, saving: Saving) -> Path:
-        """Returns the folder that a checkpoint will be in. Raises InvalidArgumentError if it cannot be saved there."""
+        """Returns the folder that a checkpoint will be in.
+
+        Raises InvalidArgumentError if the checkpoint cannot be saved there.
+        """
 
     def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
         """Waits for all ranks, and checks that a save fits. Every rank calls it.
@@ -123,8 +129,8 @@ class Destination(Protocol):
     def rounds_of(self, number: str, opened: Record) -> list[str]:
         """Returns the names of the rounds in which the ranks finish a save, in order.
 
-        A rank that cannot finish fails all of them, so that no other rank waits for it. `number` is the save's id,
-        `opened` the outcome of the round that opened the save.
+        A rank that cannot finish the save makes all these rounds fail, so that no other rank waits for that rank.
+        `number` is the save's id, `opened` the outcome of the round that opened the save.
         """
 
     def interrupted(self, attempt: Attempt) -> None:
@@ -137,7 +143,7 @@ class Destination(Protocol):
         """Notes that the training goes on from a checkpoint."""
 
     def wait(self) -> None:
-        """Waits until nothing that follows commits is under way."""
+        """Waits until all work that follows commits has ended."""
 
     # -- the last save before the machine goes --------------------------------------------------------------
 
@@ -154,9 +160,9 @@ class Destination(Protocol):
         """The longest of the last times from a commit until the step was in the root, in seconds; None if unknown."""
 
     def choose_next(self, durable: bool) -> None:
-        """Decides whether the next save is durable, instead of the count of saves. Every rank calls it.
+        """Sets whether the next save is durable, which the count of saves decides otherwise. Every rank calls it.
 
-        If it is durable, this first waits for an earlier step that is being copied to the root.
+        If the next save is durable, this first waits for an earlier step that is being copied to the root.
         """
 
     def limit_waits(self, seconds: float) -> None:

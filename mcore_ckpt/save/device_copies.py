@@ -2,8 +2,8 @@
 
 Within a save, the kernels that gather small tensors are launched first, then the large copies. With
 `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism before Blackwell, all streams
-share one queue. In another order, the training's kernels would wait there behind a kernel of ours that waits for a
-large copy. This follows from NVIDIA's description of the queue. It has not been measured.
+share one queue. In another order, the training's kernels would wait in this queue behind a kernel of ours that waits
+for a large copy. NVIDIA's description of the queue says so; we have not measured it.
 """
 
 from __future__ import annotations
@@ -103,4 +103,6 @@ class DeviceCopies:
             ) from error
         copied = torch.frombuffer(buffer, dtype=torch.uint8, count=source.nbytes)
         if not torch.equal(copied, source.cpu()):
-            raise UnsupportedError(f"GPU {self._device} copies other bytes than it has: do not train on this machine")
+            raise UnsupportedError(
+                f"GPU {self._device}: a copy of its memory differs from it: do not train on this machine"
+            )

@@ -89,8 +89,8 @@ class Drain:
         return upload(self.context, self.saving), None if too_old is None else too_old.delete
 
     def _move_tracker(self, role_dir: Path) -> None:
-        # If the trainer names the folders, the tracker follows the nodes (`nodes._track`), and may name a newer step by
-        # now.
+        # If the trainer names the folders, each commit on the nodes moves the tracker (`nodes._track`), so the tracker
+        # may name a newer step by now.
         if is_own_name(self.context.trainer, self.saving.step, role_dir):
             tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 
@@ -111,7 +111,7 @@ class Drain:
 
 
 def _copied(files: Sequence[FileRecord], exports: bool) -> tuple[FileRecord, ...]:
-    # An export writes the HuggingFace assets anew.
+    # If the step gets a HuggingFace model in the root, the export writes the assets there, so they are not copied.
     return tuple(file for file in files if not (exports and file.kind == "huggingface"))
 
 

@@ -25,7 +25,7 @@ from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# A coded tensor's kind with one of these suffixes is the kind of its scale, or of its upper halves.
+# The kind of a coded tensor's scale, or of its upper halves, is the kind of the tensor with one of these suffixes.
 _SCALE, _UPPER = "_scale", "_upper"
 
 # Groups the replicas of a file. Each group writes one copy of the file together.
@@ -111,7 +111,7 @@ def _estimated_request_bytes(request: WriteRequest, to_come: int, rank: int) -> 
 
 
 def _with_weight(shard: LocalShard, weights: MainWeights) -> LocalShard:
-    """Returns the shard with the weight that is made from its main parameter, if it needs one."""
+    """Returns the shard with the weight that is made from its main parameter; the shard itself if none is made."""
     weight = weights.by_parameter.get(id(shard.tensor))
     if weight is not None:
         return replace(shard, tensor=weight)
@@ -167,8 +167,8 @@ def _optimizer_requests(
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
     own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
-    # If experts and dense parameters have different replicas, a file has tensors of both kinds, so only one rank writes
-    # it.
+    # If experts and dense parameters have different replicas, no two ranks have the same tensors of both kinds, so each
+    # rank writes its own file.
     replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
     if not replicated:
         yield own
@@ -229,7 +229,8 @@ def _state_writes(
         yield _state_write(state, kind, tensor, Coding(dtype, scale=beside))
         yield TensorWrite(("state", state.name, beside), ShardKey(state.name, beside), SCALE_REGION, scale, (1,))
     elif kind == PARAM and state.upper is not None:
-        # The model's files have the upper halves. Without them, the optimizer's files must have them.
+        # The model's files have the upper halves. If there are no such files, the optimizer's files must have the upper
+        # halves.
         upper = MODEL if model_is_saved else kind + _UPPER
         yield _state_write(state, kind, tensor, Coding(dtype, upper=upper))
         if not model_is_saved:

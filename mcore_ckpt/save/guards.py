@@ -2,10 +2,10 @@
 
 These are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the trainer's objects.
 When guarded, they first make their stream wait for the copies. The host waits only where it reads a number of the
-state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If memory is freed meanwhile, the
-allocator keeps it until it has been copied (`record_stream`). Buffers are cloned on the GPU in stream order, because
-`expert_bias` changes before `step()`. Saves are snapshots if parameters live in gradient memory, or if the manager of a
-model in training has no optimizer (`why_not_lazy`).
+state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a tensor is freed
+meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers are cloned on
+the GPU in stream order, because `expert_bias` changes before `step()`. Saves are snapshots if parameters live in
+gradient memory, or if the manager of a model in training has no optimizer (`why_not_lazy`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
 
 
 def why_not_lazy(trainer: Trainer) -> str | None:
-    """Says what would change the training state past all guards; None if nothing would, so that saves can be lazy."""
+    """Says what would change the training state without calling a guarded method; None if nothing would."""
     if gradients_share_memory(trainer.chunks):
         return "the next backward pass changes the parameters, because they share memory with gradients"
     if trainer.optimizer is None and any(each.requires_grad for chunk in trainer.chunks for each in chunk.parameters()):
@@ -56,8 +56,8 @@ def methods_to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
         return []
     if (reason := why_not_lazy(trainer)) and trainer.agreement.is_coordinator:
         logger.warning(
-            'async_mode is "lazy", but %s: save() waits until the state is copied, as with "snapshot". A manager may '
-            "have an optimizer that it does not save (save_contents)",
+            'async_mode is "lazy", but %s: save() waits until the state is copied, as with "snapshot". Pass the '
+            "optimizer to the manager, even if save_contents leaves it out",
             reason,
         )
     return changing_methods(trainer)
@@ -95,7 +95,7 @@ class Guards:
         return _Guarded(owner, name, original, guard, on_object)
 
     def wait(self) -> None:
-        # A forked child has a copy of the state, which the copies do not read.
+        # A forked child need not wait: it has its own copy of the state, from which nothing is copied.
         if self._before is not None and self._home.is_here:
             self._before()
 

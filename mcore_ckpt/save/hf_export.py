@@ -2,7 +2,7 @@
 
 A HuggingFace file has whole tensors, but a rank has only slices. Once the files of all ranks are on the disk, each rank
 reads from these files what it needs to write some of the `.safetensors` files. So no tensor is gathered over the
-network. The result is the same as after a merge, but is made just before the commit.
+network. The exported model is the same as that of `mcore-ckpt merge`, but is made just before the commit.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
 
 
 def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> FullyTrained:
-    """Returns PEFT's form of the weights that skip_frozen saves besides adapters. Refuses other weights."""
+    """Returns PEFT's form of the weights that skip_frozen saves besides adapters.
+
+    Raises UnsupportedError for a weight without such a form.
+    """
     names = set(weights)
     beside = fully_trained_in_peft(described, adapted, names, names)
     account(sorted(names), beside.sources, [], no_place_in_peft)
@@ -139,7 +142,10 @@ _IN_CONFIG = "in hf_config"
 
 
 def warn_of_config(trainer: Trainer) -> None:
-    """Warns, on rank 0, if `hf_config` describes another model. Later exports of the checkpoint need the right one."""
+    """Warns, on rank 0, if `hf_config` describes another model.
+
+    Later exports of the checkpoint need the right config.
+    """
     if trainer.hf_config is None or not trainer.agreement.is_coordinator:
         return
     try:
@@ -147,7 +153,7 @@ def warn_of_config(trainer: Trainer) -> None:
     except CheckpointMismatchError as error:
         logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another config is named", error)
     except UnsupportedError:
-        return  # nothing is known of the architecture
+        return  # the architecture has no table to compare with
 
 
 def _check_config(trainer: Trainer, described: HfModel) -> None:
@@ -296,8 +302,8 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     tensors = weights_of(reader)
     shapes = {name: info.shape for name, info in tensors.items() if not is_adapter(name)}
     described = _with_vocabulary(trainer, described_model(trainer), shapes)
-    # The saved shapes decide whether it is a value model, because frameworks pass the language model's config even for
-    # a critic.
+    # The saved shapes decide whether the model is a value model, because frameworks pass the language model's config
+    # even for a critic.
     head = found_as(described.mcore_head, shapes)
     model = reconcile(described, shapes, is_value_model=head is not None and shapes[head][0] == 1)
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
@@ -349,7 +355,10 @@ def _tell_left_out(plan: ExportPlan, folder: Path) -> None:
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:
-    """Returns the numbers of the files that this rank writes. If there are few files, ranks far apart write them."""
+    """Returns the numbers of the files that this rank writes.
+
+    If there are fewer files than ranks, the ranks that write are spread over the nodes.
+    """
     world, rank = trainer.topology.world_size, trainer.agreement.rank
     owners = [number * world // count if count < world else number % world for number in range(count)]
     return [number for number, owner in enumerate(owners) if owner == rank]

@@ -38,7 +38,7 @@ class HostImages:
         self._device: DeviceCopies | None = None
 
     def try_gpu(self) -> None:
-        """Copies a few bytes from the GPU. Raises UnsupportedError if that fails."""
+        """Copies a few bytes from the GPU, as a check. Raises UnsupportedError if the copy fails."""
         self._copies_from_gpu().try_out()
 
     def prepare(self, nbytes: int, on_gpu: bool) -> None:
@@ -48,8 +48,8 @@ class HostImages:
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
         """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
 
-        Waits for memory that is still being prepared. A state on a GPU needs all of it, because copies from a GPU need
-        pinned memory.
+        Waits for memory that is still being prepared. A state on a GPU needs all of the memory, because copies from a
+        GPU need pinned memory.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
@@ -58,7 +58,7 @@ class HostImages:
         """
         self.wait()  # copies of a save that failed may still be writing into that memory
         nbytes = arena_bytes(files)
-        advice = f"; a save needs {nbytes} bytes of pinned memory, and one with async_save=False about 1 GB"
+        advice = f"; this save needs {nbytes} bytes of pinned memory, and a save with async_save=False about 1 GB"
         with as_checkpoint_errors(self._gpu, advice):
             return self._memory.take(nbytes, self._gpu)
 
@@ -107,9 +107,9 @@ class HostImages:
     ) -> Capture:
         """Copies the tensors into images in the reserved memory. `weights` is what `copy_weights` has returned.
 
-        If `lazy` is None, it waits for all copies, so that all tensors may change when this returns. Otherwise it does
-        not wait for copies from a GPU, and code that changes a tensor on a GPU must call `hold` first. The tensors with
-        the (file, tensor) numbers in `lazy` are cloned on the GPU, so that they may change immediately.
+        If `lazy` is None, this waits for all copies, so that all tensors may change when this returns. Otherwise this
+        does not wait for copies from a GPU, and code that changes a tensor on a GPU must call `hold` first. The tensors
+        with the (file, tensor) numbers in `lazy` are cloned on the GPU, so that they may change immediately.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
@@ -125,7 +125,7 @@ class HostImages:
 
     def _copies_from_gpu(self) -> DeviceCopies:
         if self._device is None:
-            assert self._gpu is not None, "copies from a GPU without one"
+            assert self._gpu is not None, "tensors are on a GPU, but this rank has none"
             self._device = DeviceCopies(self._gpu, self._timeout_s)
         return self._device
 
@@ -140,7 +140,7 @@ class HostImages:
             self._device.wait()
 
     def close(self) -> None:
-        """Waits for copies under way, and frees the memory. Raises CommitError if they hang or have failed."""
+        """Waits for copies under way, and frees the memory. Raises CommitError if the copies hang or have failed."""
         device, self._device = self._device, None
         try:
             if device is not None:

@@ -89,7 +89,10 @@ def build_manifest(
 
 
 def _parts_of(declared: Sequence[str], by_rank: Sequence[Sequence[str]]) -> dict[str, list[tuple[int, int]]]:
-    """Returns each part of the step with the ranks that have saved it. Raises CommitError if one is missing."""
+    """Returns each part of the step with the ranks that have saved it.
+
+    Raises CommitError if a declared part is missing.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(by_rank):
         for name in names:
@@ -109,7 +112,10 @@ def _record(rank: int, file: FileReport, holds: Mapping[str, Holds]) -> FileReco
 
 
 def _common_step(optimizer: int, by_rank: Sequence[float | int | None]) -> float | int | None:
-    """Returns the step of one chained optimizer. A rank that owns none of its parameters has reported None."""
+    """Returns the step of one chained optimizer.
+
+    A rank that owns none of the optimizer's parameters has reported None.
+    """
     known = {step for step in by_rank if step is not None}
     if len(known) > 1:
         first_ranks = {step: by_rank.index(step) for step in sorted(known)}
@@ -125,8 +131,8 @@ def add_members(
 ) -> None:
     """Adds the members of the param groups to each optimizer's state in `common.pt`. `keys` has the groups' keys.
 
-    A group that rank 0 does not have is added with the fields that are in its key. It has no rates, because they follow
-    from the scheduler.
+    A group that rank 0 does not have is added with the fields that are in its key. Values that the scheduler sets, such
+    as the learning rate, are left out.
     """
     for optimizer, (state, of_optimizer) in enumerate(zip(optimizers, keys, strict=True)):
         others = [key for number, key in sorted(members) if number == optimizer and key not in of_optimizer]

@@ -81,7 +81,7 @@ class Nodes:
         return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
-        return [number]  # if this round fails, no rank comes to the second one
+        return [number]  # if this round fails, no rank calls the second round
 
     def interrupted(self, attempt: Attempt) -> None:
         self._root.interrupted(attempt)
@@ -117,7 +117,7 @@ class Nodes:
 
 @dataclass(frozen=True, eq=False)
 class _PlaceOnNodes:
-    """Where one save to the nodes goes."""
+    """One save to the nodes, on this rank."""
 
     context: SaveContext
     fast: FastSaves

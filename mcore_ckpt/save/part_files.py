@@ -4,8 +4,8 @@
     second thread       start        copies, syncs and hashes the files, while the save's thread writes the tensors
     save's thread       finish       waits for these files
 
-A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If it
-returns another function, the second thread runs that function.
+A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If the
+function returns another function, the second thread runs the other one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
 
-# For each part, the sizes of the files in its last save that have taken disk space, by path.
+# For each part, the sizes of those files of its last save that took disk space, by path. Links take none.
 PartSizes = MutableMapping[str, dict[str, int]]
 
 
 class PartFiles:
     """The files of this rank's parts in one save. Call `capture`, `start`, `finish`, `committed` and `close`.
 
-    The names of the files are not durable when `finish` returns: the caller syncs them with those of its other files.
+    The names of the files are not durable when `finish` returns: the caller syncs them together with the names of its
+    other files.
 
     Args:
         trainer: has the parts.
@@ -70,8 +71,9 @@ class PartFiles:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files to write by path, as far as they are known: a lower bound.
 
-        The sizes are those of the last save. Before the first save, only bytes have a known size, and files that will
-        be copied from another file system. A copy within one file system may share the blocks of the original.
+        The sizes are those of the last save. Before the first save, the size is known only for bytes, and for files
+        that will be copied from another file system: a copy within one file system may share the blocks of the
+        original.
         """
         found: dict[str, int] = {}
         for name, content in self._contents.items():
@@ -86,7 +88,7 @@ class PartFiles:
             return {f"{path}/{file_names.PART_FILE}": memoryview(content).nbytes}
         if content is None or callable(content) or isinstance(content, HandOver):
             return {}
-        with suppress(HungDiskError, OSError):  # the save itself will say what is wrong
+        with suppress(HungDiskError, OSError):  # the save itself will raise this error
             looking = self._runner.start(lambda: _sizes_elsewhere(Path(os.path.abspath(content)), self._trainer.root))
             if looking.wait(self._patience_s):
                 return {f"{path}/{below}": size for below, size in looking.result().items()}
@@ -100,7 +102,7 @@ class PartFiles:
         """Calls the function of each part, on the thread of the trainer.
 
         Raises:
-            HungDiskError: the staging folder, into which the functions would write, is not there yet.
+            HungDiskError: the disk hangs, so that the staging folder, into which the functions write, is not there yet.
             CommitError: a function raised something, or returned something that a part cannot consist of.
         """
         functions = {name: save for name, save in self._contents.items() if callable(save)}
@@ -155,7 +157,7 @@ class PartFiles:
                 part.source.remove(part.folders)
 
     def close(self) -> None:
-        """Stops the writing, and drops what the trainer has handed over."""
+        """Stops the writing, and drops the references to the trainer's objects."""
         self.stop()
         self._contents, self._written, self._work = {}, [], None
 
@@ -210,7 +212,7 @@ class PartFiles:
             source = Source.of(name, path, is_handed_over)
             source.check(staging, self._trainer.root)
             listing = _take(source, folder, hashed)
-        # The part's function may have written more files into the folder. They belong to the part, too.
+        # The part's function may have written more files into the folder. These files belong to the part, too.
         found = list_part(name, folder)
         for made in found.folders:
             widen(made, folder, FOLDER_MODE)
@@ -295,7 +297,7 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
 
 
 def _hash_made(folder: Path, file: Path) -> Hashed:
-    """Hashes a file that the trainer has made. Who may enter the part's folder may read it from now on."""
+    """Hashes a file that the trainer has made. From now on, whoever may enter the part's folder may read the file."""
     widen(file, folder, FILE_MODE)
     return hash_durably(file)
 

@@ -1,4 +1,4 @@
-"""Lists the files of a part of a step, refuses those that a checkpoint cannot have, and removes those handed over."""
+"""Lists the files of a part of a step, refuses files that a checkpoint cannot have, and removes files handed over."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mcore_ckpt.io import limits
 
 logger = logging.getLogger(__name__)
 
-# Device, inode, size in bytes and time of the last change. They show whether a file is still as it was.
+# Device, inode, size in bytes and time of the last change. If all of these are as before, the file counts as unchanged.
 _Identity = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a folder, in order: each folder comes before what is in it."""
+    """The contents of a folder, in order: each folder comes before its own contents."""
 
     folders: tuple[Path, ...]
     files: tuple[Path, ...]
@@ -79,7 +79,7 @@ class Source:
     Attributes:
         part: the part's name.
         path: the file or folder.
-        is_handed_over: whether it is to be taken, and not copied.
+        is_handed_over: whether the save takes the file or folder away, instead of copying it.
     """
 
     part: str
@@ -89,7 +89,10 @@ class Source:
 
     @staticmethod
     def of(part: str, path: str | os.PathLike[str], is_handed_over: bool) -> Source:
-        """Returns a source. A file to copy may be named by a link, but a file to take may not."""
+        """Returns a source.
+
+        `path` may be a link to a file that will be copied, but not to one that will be taken away.
+        """
         absolute = Path(os.path.abspath(path))
         return Source(part, absolute if is_handed_over else absolute.resolve(), is_handed_over)
 

@@ -29,8 +29,8 @@ from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 
 _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
-# How many tensors `_KeptTensors.find` checks together. Its first check brings them into the processor's cache, so that
-# its other checks find them there.
+# How many tensors `_KeptTensors.find` checks together. The first check brings these tensors into the processor's cache,
+# where the other checks find them.
 _AT_ONCE = 512
 
 
@@ -180,7 +180,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Calls `refresh` for the tensors of the file that have one, and returns the new tensors by index."""
+        """Calls `refresh` of each tensor of the file that has this function, and returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.without.buffers if where == file):
             refresh = self.without.files[file].request.tensors[number].refresh
@@ -199,9 +199,9 @@ class SavePlanner:
     def plan(self, trainer: Trainer, writers_of: WritersOf = together) -> SavePlan:
         """Returns this rank's plan. Copies no tensor, and does not communicate.
 
-        `writers_of` says which replicas write a file together (`Destination.writers_of`). Its answers must not change.
-        Raises UnsupportedError if something cannot be saved completely, or a tensor has no memory because it is
-        offloaded.
+        `writers_of` says which replicas write a file together (`Destination.writers_of`). `writers_of` must always give
+        the same answer. Raises UnsupportedError if something cannot be saved completely, or a tensor has no memory
+        because it is offloaded.
         """
         plan = None if self._last_plan is None else self._last_plan.plan(trainer)
         if plan is None:

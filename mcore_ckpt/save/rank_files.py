@@ -1,4 +1,4 @@
-"""What one rank does in one save: plans its files, copies the state into images of them, and writes them."""
+"""Runs one save on one rank: plans the rank's files, copies the state into images of the files, and writes them."""
 
 from __future__ import annotations
 
@@ -115,16 +115,16 @@ class RankFiles:
         Files that have no image, because host memory is still being prepared, are written to the disk before this
         returns.
 
-        Raises only what a signal handler raises, because the other ranks go on to the commit. In the commit, this rank
-        reports its failure.
+        Raises only what a signal handler raises. Any other error is kept, and this rank reports it in the commit, to
+        which the other ranks go on.
         """
         try:
             if self.plan.on_host or self.plan.weights.reads_host:
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
                 wait_for_gpu(self._trainer.config.timeout_s)
-            # The ranks gather weights together, and would wait for a rank that has failed. So this comes before all
-            # work that can fail on one rank alone.
+            # The ranks gather weights together, and would wait for a rank that has failed. So the gathering comes
+            # before all work that can fail on one rank alone.
             weights = self._complete_weights()
             place.prepare()
             self._parts.capture(place.attempt)
@@ -283,7 +283,7 @@ class RankFiles:
         check_seen(staging)
         self._times.mark("writing")
         self._writer = FileWriter(staging, self._captured.writes, self._context.commits, self._device_timeout_s)
-        self._writer.limit_device_wait(self._device_timeout_s)  # an exiting interpreter may have changed it
+        self._writer.limit_device_wait(self._device_timeout_s)  # an exiting interpreter may just have shortened it
         self._writer.start()
         return self._writer
 
@@ -339,7 +339,8 @@ def need_of_rank(
 ) -> Need:
     """Returns the need of this rank. A file that several ranks write together counts on its owner.
 
-    `small` has the sizes of this rank's small files by path, `assets` those of the HuggingFace assets of the last save.
+    `small` has the sizes of this rank's small files by path, `assets` the sizes of the HuggingFace assets of the last
+    save.
     """
     owned = [plan for plan in plans if plan.share.owner == trainer.agreement.rank]
     files = {plan.path: plan.least_size for plan in owned} | dict(small)

@@ -41,16 +41,16 @@ _LEAST_ENTRY = 8
 # and decompressing a short list takes longer than reading it.
 _LONG_LIST = 1024
 _PLAIN, _COMPRESSED = "-", "z"
-# Begins the line of a group. No entry of names begins with it.
+# Begins the line of a group. No entry of names begins with this character.
 _GROUP = "\t"
-_NO_NAMES = "a rank has sent a list of names that no tensors have"
+_NO_NAMES = "a rank has sent a list of names that cannot be names of tensors"
 # A chained optimizer's number, and the key of a group in it.
 GroupId = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class GroupList:
-    """This rank's groups and their members, as it sends them to rank 0.
+    """This rank's groups and their members, in the form that is sent to rank 0.
 
     Attributes:
         names: the lines. Each group has one line with its optimizer and key, then the entries of its members.
@@ -146,7 +146,10 @@ class TensorNames:
         return found
 
     def mark_sent(self, lists: Iterable[FilePlan | GroupList]) -> None:
-        """Records that rank 0 has received the names of these lists. Call it when their save is committed."""
+        """Records that rank 0 has received the names of these lists.
+
+        Call this when the save that sent these lists is committed.
+        """
         self._sent.update(each.holds for each in lists)
 
     def receive(self, names: Mapping[str, str]) -> None:
@@ -160,7 +163,7 @@ class TensorNames:
         """Returns the members of each param group on all ranks. Each rank has sent one digest, or "" without groups.
 
         Raises:
-            CommitError: rank 0 has not received the list of a digest, or a list that no tensors can have.
+            CommitError: rank 0 has not received the list of a digest, or has received a list that cannot be right.
         """
         wanted = frozenset(digests) - {""}
         if self._groups[0] != wanted:
@@ -173,7 +176,8 @@ class TensorNames:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
 
         Raises:
-            CommitError: rank 0 has not received the names of a digest, or names that no tensors can have.
+            CommitError: rank 0 has not received the names of a digest, or has received names that cannot be names of
+                tensors.
         """
         wanted = frozenset(digests)
         if self._order is None or self._order[0] != wanted:

@@ -39,7 +39,7 @@ Member = tuple[str, Region, torch.Tensor]
 # 256 KiB for each list, in some 0.1 ms.
 _TENSORS, _BYTES = 4, 64 << 10
 
-# The most bytes of a GPU's tensor that are on the host at a time, if all bytes are compared.
+# The most bytes of a GPU's tensor that are copied to the host at a time, if all bytes are compared.
 _PIECE_BYTES = 64 << 20
 
 # The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
@@ -50,12 +50,13 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class ReplicaReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a rank tells rank 0 of its replicated tensors at one save.
+    """The report of a rank to rank 0 on its replicated tensors at one save.
 
     Attributes:
-        crcs: the CRCs of the chosen tensors of each list, by the list's label; None for what could not be read.
+        crcs: the CRCs of the chosen tensors of each list, by the list's label; None for a tensor that could not be
+            read.
         names: the names of these tensors, if this rank has to send them.
-        mended: the tensors of which two writers of a file have different bytes, with both ranks.
+        mended: the tensors that two writers of a file have with different bytes, each with the ranks of the two.
     """
 
     crcs: dict[str, tuple[int | None, ...]] = {}
@@ -172,7 +173,10 @@ def _of(states: Iterable[ParameterState]) -> Iterator[Member]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """Parts of tensors of one list, perhaps on their way to the host, or their CRCs; None for unreadable tensors."""
+    """Parts of tensors of one list, or the CRCs of these parts. The parts may still be on their way to the host.
+
+    None stands for a tensor that cannot be read.
+    """
 
     of: ReplicatedTensors
     numbers: tuple[int, ...]
@@ -322,9 +326,9 @@ class ReplicaWarnings:
             if different.tensor in self._told or len(self._told) >= self.most:
                 continue
             self._told.add(different.tensor)
-            last = "; further tensors are only in the reports" if len(self._told) == self.most else ""
+            last = "; the reports of the saves name further tensors" if len(self._told) == self.most else ""
             logger.warning(
-                "%s. Find out what has changed one of them. A load makes them equal, unless the checkpoint has the "
+                "%s. Find out what has changed a replica. A load makes all equal, unless the checkpoint has the "
                 "tensor of each tensor-parallel rank, or none (skip_frozen)%s",
                 different,
                 last,

@@ -27,7 +27,7 @@ LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """What the trainer asks to save.
+    """The arguments of one call of `CheckpointManager.save`, checked and completed.
 
     `called` is when the trainer called `save` (time.perf_counter()), which may have waited for an earlier save. Only
     the `metrics` of rank 0 count.

@@ -102,8 +102,8 @@ class Root:
             CommitError: the step already has a folder with another name, or belongs to another run.
             OSError: the lock cannot be written, or leftovers cannot be removed.
         """
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. This
-        # includes the look at old steps before a refusal.
+        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. These
+        # waits include the look at old steps before a refusal.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         self._context.history.release()
@@ -129,14 +129,14 @@ class Root:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # The check says how much space is missing, or waits for deletions, after which the lock's file fits, too.
+            # This check says how much space is missing, or waits for deletions, after which the lock's file fits, too.
             self._context.space_watch.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
 
 
 @dataclass(frozen=True, eq=False)
 class PlaceInRoot:
-    """Where one save to the root goes."""
+    """One save to the root, on this rank."""
 
     context: SaveContext
     saving: Saving

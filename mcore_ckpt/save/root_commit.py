@@ -51,7 +51,7 @@ def commit_to_root(
         context: what the saves of the manager share.
         agreement, topic, attempt, write, describe: see `transaction.commit_together`, whose errors it raises.
         move_tracker: runs on rank 0 once the checkpoint is in place.
-        times: notes when the export has ended, for the manifest's timeline. If it is None, the timeline stays as it is.
+        times: notes when the export has ended, for the manifest's timeline. None: the timeline stays as it is.
 
     Returns the files of the HuggingFace model that this rank has written.
     """
@@ -121,8 +121,8 @@ class OldSteps:
     """The steps to delete after one commit.
 
     Attributes:
-        found: the decisions about steps that go, or that lose their optimizer. Another process may delete or pin these
-            steps meanwhile.
+        found: the decisions for the steps that will be deleted, or lose their optimizer. Another process may delete or
+            pin these steps meanwhile.
         saved: the argument of `SpaceWatch.foresee`, for after the deletion; None if `SpaceWatch` need not look.
     """
 
@@ -160,20 +160,22 @@ class OldSteps:
 def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPolicy) -> OldSteps:
     """Finds the steps to delete after a commit, and warns if there are none and the next save will not fit.
 
-    It runs right after the commit, because a later save with another policy may be committed when the deletion begins.
+    This search runs right after the commit, because a later save with another policy may be committed when the deletion
+    begins.
     """
     role_dir, step = saving.role_dir, saving.step
     found: tuple[RetentionDecision[StepStatus], ...] = ()
     deletes = False
     if policy.max_to_keep is not None or policy.optimizer_for_last is not None:
         try:
-            # The commit has just looked at all files of this role.
+            # The commit has just looked at all files of this role, so `having_seen` keeps these from being looked at
+            # again.
             statuses = [status.having_seen(role_dir) for status in list_steps(context.trainer.root)]
             found = _to_do(statuses, policy, step)
             deletes = bool(_to_do(_with_whole(statuses, step), policy, step))
         except OSError as error:
             logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
-            deletes = True  # by the next save, or by another process
+            deletes = True  # the next save, or another process, deletes them
     return OldSteps(context, found, context.space_watch.committed(role_dir, step, deletes))
 
 

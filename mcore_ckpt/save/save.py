@@ -6,7 +6,8 @@ An async save runs on three threads. Otherwise the trainer's thread does the wor
     save's thread      write, commit          write the images, and make a checkpoint of the files together
     deletion's thread  retire                 delete what the commit has made too old
 
-Each of them gives its work on the disk to another thread (`io/disk_watch.py`), which it can leave if the disk hangs.
+Each of these threads gives its work on the disk to another thread (`io/disk_watch.py`), and stops waiting for that
+thread if the disk hangs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def save_step(
 ) -> SaveHandle:
     """Saves one step. Every rank calls it. Returns once training may go on: see `CheckpointManager.save`."""
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
-    # `finish` must not keep `request` alive, because its extra state may be large.
+    # `finish` must not keep `request` alive, because the extra state of a request may be large.
     roles, metrics, called = request.roles, request.metrics, request.called
     config, topic = trainer.config, f"saving step {saving.step} of {trainer.role}"
 

@@ -1,4 +1,4 @@
-"""Gives a guard what it needs of a manager to make the last save in the time that is left."""
+"""Gives a PreemptionGuard access to a manager's saves, so that the guard can make the last save in time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SaveControl:
     open_own: Callable[[], Agreement]
 
     def limit_waits(self, seconds: float) -> None:
-        """Lets every wait for other ranks, and for copies of the step, end in that time."""
+        """Limits every wait for other ranks, and for copies of a step: all of them end within `seconds` from now."""
         self.agreement.limit_waits(seconds)
         self.commits.limit_waits(seconds)
         self.destination.limit_waits(seconds)

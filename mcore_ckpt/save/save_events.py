@@ -24,7 +24,7 @@ class SaveEvents:
         self._is_under_way = False
 
     def started(self, path: Path) -> None:
-        """Tells that the save has begun. Before that, nothing is told, not even a failure."""
+        """Tells that the save has begun. Before this call, listeners are told nothing, not even a failure."""
         self._common["path"] = path
         self._is_under_way = True
         self._delivery.post(Started(**self._at(self._called)))

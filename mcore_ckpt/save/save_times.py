@@ -64,14 +64,14 @@ class SaveReport:
 
 
 class SaveTimes:
-    """When the parts of one save on this rank began and ended. Its moments are values of time.perf_counter().
+    """When the parts of one save on this rank began and ended. All times are values of time.perf_counter().
 
     The moments are `started` (the wait for an earlier save is over), `planned`, `captured`, `begun` (the training may
-    go on), `writing` (the first write), `written` and `exported`. They come in this order, but an async save may be
-    `writing` before it is `begun`. The call of `save` (`called`) may have waited for an earlier save.
+    go on), `writing` (the first write), `written` and `exported`. The moments come in this order, but an async save may
+    be `writing` before it is `begun`. The call of `save` (`called`) may have waited for an earlier save.
 
     Attributes:
-        copies_first: whether the state is copied before it is written. If not, it is read while it is written.
+        copies_first: whether the state is copied before it is written. If not, the state is read while it is written.
         copied: when copying ended; None until then.
     """
 
@@ -135,8 +135,8 @@ class SaveTimes:
     def to_record(self, stall_s: float | None, nbytes: int) -> TimesRecord:
         """Returns the part of a rank's report that `timeline_of` reads, once all files of the rank are written.
 
-        `stall_s` is how long `save` held the training up, in seconds; None if it does so until the commit. `nbytes`
-        leaves out the rank's part of the HuggingFace model.
+        `stall_s` is how long `save` held the training up, in seconds; None if `save` returns only after the commit.
+        `nbytes` leaves out the rank's part of the HuggingFace model.
         """
         spans, stall = self.in_us(), None if stall_s is None else _us(stall_s)
         return (*spans["plan"], *spans["copy"], *spans["write"], nbytes, stall)

@@ -99,6 +99,6 @@ def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
 
 def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
     """Returns the sizes of the HuggingFace assets, by path."""
-    # Exported weights have the same kind, but are planned anew at each save.
+    # Exported weights have the same kind of file. They are left out, because each save plans them anew.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}

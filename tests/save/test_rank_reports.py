@@ -95,7 +95,7 @@ def test_names_that_no_tensors_have_are_refused(entry: str) -> None:
     names = TensorNames()
     names.receive({"file": rank_reports._packed([entry]), "groups": rank_reports._packed(["\t0\tkey", entry])})
     for ask in (lambda: names.in_order(["file"]), lambda: names.groups(["groups"])):
-        with pytest.raises(CommitError, match="a rank has sent a list of names that no tensors have: "):
+        with pytest.raises(CommitError, match="a rank has sent a list of names that cannot be names of tensors: "):
             ask()
 
 
