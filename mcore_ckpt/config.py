@@ -18,14 +18,14 @@ from mcore_ckpt.urls import checked_url, local_path
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
-# The same for the processes of a command, until all of them have started.
+# How long the processes of a command wait until all of them have started, in seconds.
 START_TIMEOUT_S = 300.0
-# The same for the ranks of `mcore-ckpt merge`: one rank can have one more file to write than another, on a slow disk.
-# The time can be long, because torchrun notices ranks that die.
+# How long a rank of `mcore-ckpt merge` waits for another rank, which may have to write one more file to a slow disk, in
+# seconds. The time can be long, because torchrun notices ranks that die.
 MERGE_TIMEOUT_S = 1800.0
-# The same for the ranks of `mcore-ckpt convert`: a rank waits while another writes its whole part of the model.
+# How long a rank of `mcore-ckpt convert` waits for another rank, which writes its whole part of the model, in seconds.
 CONVERT_TIMEOUT_S = 6 * 3600.0
-# The same for ranks that wait until one rank of each node has downloaded a model from the HuggingFace hub.
+# How long ranks wait until one rank of each node has downloaded a model from the HuggingFace hub, in seconds.
 DOWNLOAD_TIMEOUT_S = 6 * 3600.0
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
@@ -36,24 +36,24 @@ CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 class FastTier:
     """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
 
-    With it, `save` writes to the node's own folder, which is memory or a local disk, and every `durable_every`-th step
-    is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
+    With a fast tier, `save` writes to the node's own folder, which is memory or a local disk, and every
+    `durable_every`-th step is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
 
     Attributes:
         folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. Below
             `/dev/shm` it is memory, which outlives the processes, but not the node. On a local disk it also outlives a
             restart of the node. A folder that another user has made or can write to is refused.
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
-            step. Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
+            step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to it.
         keep: how many steps each node keeps.
-        durable_every: one of this many saved steps is also saved to the root. None: no step is. Then all checkpoints
-            are in the nodes' folders, and no shared file system is needed.
+        durable_every: one of this many saved steps is also saved to the root. None: no step is saved to the root. Then
+            all checkpoints are in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
             domains. None: each node is its own domain.
-        tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With it, all data between nodes are encrypted, and each
-            node must show a certificate of that authority. None: nothing is encrypted, as in the job's other traffic
-            (gloo, NCCL).
+        tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With `tls`, all data between nodes are encrypted, and
+            each node must show a certificate that the authority in `ca.pem` has signed. None: nothing is encrypted, as
+            in the job's other traffic (gloo, NCCL).
 
     Raises:
         InvalidArgumentError: a value is not allowed.
@@ -91,7 +91,7 @@ class FastTier:
 
         Args:
             given: the fields by name, in a dict or OmegaConf's DictConfig. `domain` may be the path of a function, such
-                as "my_training.racks.rack". A FastTier, and None, stay as they are.
+                as "my_training.racks.rack". A FastTier, and None, are returned unchanged.
             where: what the mapping is called, for messages.
 
         Raises:
@@ -119,19 +119,20 @@ class CheckpointConfig:
         save_contents: what to save: `model`, `optimizer` (with the LR scheduler), `extra` (random state and the
             trainer's extra state), `hf_model` (the model in HuggingFace's format, in `huggingface/`; needs the
             manager's `hf_config`).
-        load_contents: what to load, as a list of the same words. The checkpoint must contain all of them. With `model`,
-            `hf_model` adds nothing. Without `model`, `hf_model` loads the weights from `huggingface/`.
+        load_contents: what to load, as a list of the words for `save_contents`. The checkpoint must contain all of
+            them. With `model`, `hf_model` adds nothing. Without `model`, `hf_model` loads the weights from
+            `huggingface/`.
         async_save: whether `save` returns as soon as the training state may change again. The save then finishes in the
             background. The manager starts to prepare host memory for the copies when it is constructed.
         async_mode: when an async `save` returns. "snapshot": after the state has been copied. "lazy": immediately. The
             state on a GPU is then copied during the next forward and backward pass. Megatron's methods that change the
             state (`optimizer.step()`, parameter gathers, loading) make their CUDA stream wait for the copy. Other code
-            that changes the state must call `manager.before_step()` first. Without the optimizer of a model that is
-            trained, "lazy" is "snapshot". In both modes, state in CPU memory is copied
-            before `save` returns.
+            that changes the state must call `manager.before_step()` first. If the model is trained and the manager has
+            no optimizer, "lazy" acts like "snapshot". In both modes, state in CPU memory is copied before `save`
+            returns.
         if_busy: what `save` does while an earlier save is under way: "wait" for it, "raise" BusyError, or "skip": do
-            nothing and return a handle that says so (`SaveHandle.skipped`). With "skip", a save that is also due in the
-            root does not wait for an earlier step that is still being copied there, either.
+            nothing and return a handle that says so (`SaveHandle.skipped`). With "skip", a save that is due in the root
+            is also skipped while an earlier step is still being copied there.
         if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the
             error of that save on every rank. "warn": the error is only logged.
         shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
@@ -155,7 +156,7 @@ class CheckpointConfig:
         keep_for: complete steps that were saved less than this many seconds ago are also kept. Requires max_to_keep.
         optimizer_for_last: how many of the newest complete steps keep their optimizer. Older steps that are kept lose
             the optimizer's files after each commit, unless they are pinned; their weights and their extra state stay
-            loadable. None: all steps keep their optimizer. The remote store keeps what was uploaded.
+            loadable. None: all steps keep their optimizer. The remote store keeps the optimizers that were uploaded.
         remote: the URL of a remote store that fsspec supports: s3://bucket/prefix, gs://..., hdfs://host/path,
             file:///folder. Committed checkpoints are uploaded to it in the background. `load` takes a checkpoint from
             the store if it is newer than the local ones, or if the local ones are gone. None: no remote store.
@@ -166,12 +167,12 @@ class CheckpointConfig:
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
         parts: the parts that every step must have (`CheckpointManager.attach`). A save without one of them fails.
-            Empty: each step has the parts that are attached.
+            Empty: each step has those parts that are attached when it is saved.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
             manager's role.
-        vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. It is needed
-            only if the saved embeddings have another number of rows and padding alone does not explain the difference.
-            None: the value in the HuggingFace config.
+        vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. The number is
+            needed only if the saved embeddings have another number of rows and padding alone does not explain the
+            difference. None: the value in the HuggingFace config.
         timeout_s: how long a rank waits for another rank before it gives up, in seconds.
         assume_optimizer_step: the optimizer's step count to assume for checkpoints of other programs that do not store
             it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
@@ -186,15 +187,15 @@ class CheckpointConfig:
         reset_moments: whether `load` may start an optimizer with new moments if the optimizer needs other moments than
             the checkpoint has (Muon after Adam). Then only the main parameters are taken over. If not, such a load is
             refused.
-        shared_with_group: whether the group may read and write what is saved, as far as the umask lets it. True: new
-            folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: new folders and
-            files are as open as a root that exists already; a new root and the fast tier get the modes of True if the
-            umask lets the group write, otherwise those of False. Existing folders keep their modes.
+        shared_with_group: whether the Unix group of the files may read and write them, as far as the umask allows.
+            True: new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: new
+            folders and files are as open as a root that exists already; a new root and the fast tier get the modes as
+            with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
-            or objects of `mcore_ckpt.integrations.listeners`. They run on their own thread, and nothing that they do
-            affects a save. Each rank calls its own, so ranks may have different ones, or none.
+            or objects of `mcore_ckpt.integrations.listeners`. The listeners run on their own thread, and nothing that
+            they do affects a save. Each rank calls its own listeners, so ranks may have different listeners, or none.
         fast: the fast tier, which needs a folder on each node. None: every step is saved to the root.
 
     Raises:
@@ -247,7 +248,9 @@ class CheckpointConfig:
         if self.roles is not None:
             object.__setattr__(self, "roles", tuple(dict.fromkeys(_texts("roles", self.roles, "actor"))))
             if not self.roles:
-                raise InvalidArgumentError("roles is empty: name the roles of a step, or use None for this one alone")
+                raise InvalidArgumentError(
+                    "roles is empty: name the roles of a step, or use None if the manager's role is the only one"
+                )
         object.__setattr__(self, "parts", tuple(dict.fromkeys(_texts("parts", self.parts, "replay_buffer"))))
         if self.parts and "extra" not in self.save_contents:
             raise InvalidArgumentError(
@@ -273,9 +276,9 @@ class CheckpointConfig:
 
         Args:
             given: the fields by name, in a dict or OmegaConf's DictConfig. Lists stand for tuples. `listeners` may have
-                paths of classes or functions, such as "my_training.monitoring.make_listener". Each is called without
-                arguments, once in a process, and returns the listener. `fast` may be a mapping of FastTier's fields,
-                whose `domain` may be the path of a function.
+                paths of classes or functions, such as "my_training.monitoring.make_listener". Each class or function is
+                called without arguments, once in a process, and returns the listener. `fast` may be a mapping of
+                FastTier's fields, whose `domain` may be the path of a function.
             where: what the mapping is called, for messages.
             but: fields that must not be in `given`, because a framework has its own options for them, or cannot honour
                 them.
@@ -302,7 +305,7 @@ class CheckpointConfig:
 
 
 def _callable(listeners: object) -> tuple[Listener, ...]:
-    """Returns the listeners as a tuple. Raises InvalidTypeError if one cannot be called with an event."""
+    """Returns the listeners as a tuple. Raises InvalidTypeError if a listener cannot be called with an event."""
     if callable(listeners) or isinstance(listeners, str) or not isinstance(listeners, Iterable):
         raise InvalidTypeError(f"listeners is {listeners!r}: use a list of listeners, such as [LoggingListener()]")
     found = tuple(listeners)
@@ -386,6 +389,6 @@ def _resolved(path: str, what: str, instead: str) -> Any:
         raise InvalidArgumentError(f"{what}, which cannot be imported ({error}): use the path of {instead}") from error
 
 
-@cache  # frameworks read their options again and again
+@cache  # make each listener only once, although frameworks read their options again and again
 def _made_by(make: Callable[[], Any]) -> Any:
     return make()

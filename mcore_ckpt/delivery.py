@@ -1,6 +1,6 @@
 """Delivers events to listeners on its own thread, so that no listener can hold up or fail a save.
 
-`Delivery.post` only puts an event into a queue. What can go wrong, and what happens then:
+`Delivery.post` only puts an event into a queue. These failures are handled:
 
 - A listener raises: the error is logged once for each listener and kind of event. The other listeners are called.
 - A listener is slow: events wait. If too many wait, new ones are dropped, and a warning says how many.
@@ -12,7 +12,7 @@
 
 Events contain only sums that a report has anyway, so they cost no computation. Each manager has its own thread, so a
 listener that hangs stops only that manager's events. Nothing is sent between ranks, because a listener on each rank
-costs nothing, but a message of each rank to rank 0 would.
+costs nothing, but a message of each rank to rank 0 would cost time.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ logger = logging.getLogger(__name__)
 QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
-# How long `post` waits for the lock, in seconds. Nobody holds it for more than a moment, unless a signal handler that
-# saves has interrupted the holder, and waits for the thread that posts.
+# How long `post` waits for the lock, in seconds. A thread holds the lock only for a moment, unless a signal handler has
+# interrupted the thread, saves, and in doing so waits for the thread that posts.
 POST_WAIT_S = 1.0
-# After this time without events the thread of a manager that was never closed ends, in seconds. It is longer than most
-# saves take, because from Python 3.12 on an exiting interpreter, which may wait for a save, starts no threads.
+# If a manager was never closed, its thread ends after this time without events, in seconds. Most saves take less time,
+# so an exiting interpreter that waits for a save still has the thread: from Python 3.12 on, it starts no new threads.
 IDLE_S = 3600.0
 
 
 class Delivery:
     """Calls listeners with events, one event after the other, in the order in which they were posted.
 
-    It does not use `io.worker.Worker`, because a signal handler may post while it interrupts `post`, and because a
-    listener may fork, or end the thread.
+    This class does not use `io.worker.Worker`, because a signal handler may post while it interrupts `post`, and
+    because a listener may fork, or end the thread.
 
     Args:
-        listeners: what to call. If several managers of a process share a listener, each calls it on its own thread.
+        listeners: what to call. If several managers of a process share a listener, each manager calls the listener on
+            its own thread.
         capacity: how many events may wait.
     """
 
@@ -99,7 +100,9 @@ class Delivery:
         return bool(self._listeners)
 
     def drain(self, seconds: float | None = None, is_last: bool = True) -> bool:
-        """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S). Returns True if they are.
+        """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S).
+
+        Returns True if all events are delivered.
 
         It does not wait again for a call that an earlier `drain` has given up on. Without `is_last`, it does not wait
         again at all until the listeners have caught up, because a slow listener must not hold up each `wait` of a
@@ -111,7 +114,7 @@ class Delivery:
                 logger.warning("%d events are not delivered yet: the system grants no thread", len(self._waiting))
                 return False
             if self._thread is threading.current_thread():
-                return False  # a listener waits for the manager that calls it
+                return False  # a listener calls this, and would wait for itself
             if self._called is not None and self._called is self._given_up_on:
                 return False
             if self._is_late and not is_last and not self._is_idle():
@@ -188,7 +191,7 @@ class Delivery:
         except SystemExit as error:
             status = error.code or 0
             if home.is_here:
-                self._log_failure(listener, event, error)  # it would end this thread without a word
+                self._log_failure(listener, event, error)  # otherwise the thread would end without a message
         except BaseException as error:
             status = 1
             self._log_failure(listener, event, error)

@@ -48,7 +48,7 @@ class CheckpointError(Exception):
 
     Attributes:
         names_rank: True if the message already begins with the rank on which the error happened.
-        may_pass: True if the same call may succeed later, because a rank was late or a file could not be opened.
+        may_pass: True if the same call may succeed later: for example, a rank was late, or a file could not be opened.
     """
 
     names_rank = False
@@ -122,7 +122,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, CheckpointError)
 }
 
-# These errors come again until somebody changes the folder.
+# An OSError with one of these numbers comes again until somebody changes the folder.
 _STAYS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -154,7 +154,8 @@ def to_record(error: BaseException, rank: int) -> dict[str, Any]:
     text = str(error) if name in _BY_NAME else redacted(f"{name}: {error}")
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
-    # A message can contain a file name with bytes that are not valid text. Escape them, so that it can be sent.
+    # A message can contain a file name with bytes that are not valid text. Escape these bytes, so that the message can
+    # be sent.
     message = text.encode(errors="backslashreplace").decode()
     return {"type": name, "message": message, "may_pass": may_pass(error)}
 
@@ -162,7 +163,7 @@ def to_record(error: BaseException, rank: int) -> dict[str, Any]:
 def from_record(record: Mapping[str, Any], default: type[CheckpointError]) -> CheckpointError:
     """Makes the error that a record describes.
 
-    If its type is not of this module, makes an error of the type `default`.
+    If the described error's type is not of this module, makes an error of the type `default`.
     """
     error = _BY_NAME.get(record["type"], default)(record["message"])
     error.names_rank = True

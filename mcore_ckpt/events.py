@@ -1,8 +1,8 @@
 """Defines the events that a CheckpointManager sends to its listeners.
 
-A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes them, and
-`mcore_ckpt.integrations.listeners` has ready ones. Events hold only numbers, strings and paths, so a listener may keep
-them, pickle them or send them elsewhere.
+A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes listeners, and
+`mcore_ckpt.integrations.listeners` has some ready to use. Events hold only numbers, strings and paths, so a listener
+may keep them, pickle them or send them elsewhere.
 
 | event | told by | when |
 |---|---|---|
@@ -13,7 +13,7 @@ them, pickle them or send them elsewhere.
 | Skipped | every rank | `save` has done nothing, because an earlier save is under way (`if_busy="skip"`) |
 | Failed | every rank (an upload: rank 0) | a save, load or upload has failed |
 | Loaded | every rank | a load has succeeded |
-| Deleted | rank 0 | an old step is gone from the local disk or the remote store, because the policy let it go |
+| Deleted | rank 0 | an old step is gone from the local disk or the remote store, because retention has deleted it |
 | Uploaded | rank 0 | a checkpoint is complete in the remote store |
 
 Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
@@ -43,8 +43,9 @@ class Event:
         role: the role of the manager.
         rank: the rank that tells the event.
         path: the folder of the checkpoint (of the step, if Deleted), or its URL in the remote store. For a load that
-            failed without naming a path: the root. With a fast tier, saves and loads have the folder on this node.
-        time: when it happened, in seconds since the epoch, by this host's clock.
+            failed without naming a path: the root. With a fast tier, this is the folder on this node for saves and
+            loads.
+        time: when the event happened, in seconds since the epoch, by this host's clock.
     """
 
     step: int | None
@@ -60,7 +61,7 @@ Listener: TypeAlias = Callable[[Event], object]
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a save on one rank. `copy` and `write` can overlap; the others follow each other.
+    """One part of a save on one rank. `copy` and `write` can overlap; the other phases follow each other.
 
     Attributes:
         name: `wait` (for an earlier save, or for the deletion of a step), `plan` (with the ranks' first round), `copy`,
@@ -173,14 +174,14 @@ class Skipped(Event):
 class Failed(Event):
     """A save, load or upload has failed. After a save, the previous checkpoint is intact.
 
-    An upload that failed because of the store is tried again after the next commit, so it can be told more than once;
-    `step` is then the newest step that was to be uploaded.
+    An upload that failed because of the store is tried again after the next commit, so there can be several of these
+    events for one checkpoint; `step` is then the newest step that was to be uploaded.
 
     Attributes:
         operation: what has failed.
         error: the error that the caller gets.
         seconds: the time from the call (of an upload: from the beginning of the try) to the failure.
-        phases: the phases of a save that had begun. The last one is the one that failed.
+        phases: the phases of a save that had begun. The last phase is the one that failed.
     """
 
     operation: Literal["save", "load", "upload"]

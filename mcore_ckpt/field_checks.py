@@ -1,8 +1,8 @@
 """Checks the fields of frozen dataclasses against their types, and makes such a dataclass of a plain mapping.
 
 A configuration comes from code, from YAML or from the environment. In YAML and in the environment, `false` and
-`"false"` look alike, but the text counts as true. So a value of another type than the field's is refused, with the
-right spelling. Nothing is converted.
+`"false"` look alike, but the text counts as true. So a value of another type than the field's is refused, with a
+message that shows the right spelling. Nothing is converted.
 
 Why not pydantic or msgspec: importing pydantic and making one dataclass with it takes 0.11 s of CPU, four times as long
 as importing `config.py` with all that it imports. A command has 0.3 s to start. Pydantic's strict mode says "input
@@ -73,7 +73,7 @@ def checked(cls: type[T]) -> type[T]:
 
 def unknown_text(unknown: Collection[object], known: Collection[str]) -> str:
     """Describes options that do not exist: "no option 'max_to_kep': did you mean 'max_to_keep'?"."""
-    import difflib  # commands start quicker without it
+    import difflib  # commands start faster if this is not imported at their start
 
     first = sorted(map(str, unknown))
     close = difflib.get_close_matches(first[0], known, n=1)
@@ -99,7 +99,8 @@ def check_fields(owner: Any, of: str = "", before: str = "") -> None:
 def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _NO_LIMITS) -> None:
     """Checks one value that is, or should be, a number, a boolean or a text. Values of other types are not checked.
 
-    Raises InvalidArgumentError: it has another type than `hint`, or is out of range. The message begins with `name`.
+    Raises InvalidArgumentError: the value has another type than `hint`, or is out of range. The message begins with
+    `name`.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = next((each for each in (bool, int, float, str) if each in kinds), None)

@@ -1,7 +1,7 @@
 """Distinguishes exceptions that a signal handler has raised in the midst of our code from errors of our code.
 
-A handler of the training (a preemption, an alarm, Ctrl-C) may raise any exception, wherever the main thread is. That is
-no failure of a save or load, so this package must not turn it into one: the caller gets the exception unchanged.
+A handler of the training (a preemption, an alarm, Ctrl-C) may raise any exception, wherever the main thread is. Such an
+exception is no failure of a save or load, so this package passes it on to the caller unchanged.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Density:
 
 # Measured: text of a checkpoint has 13 bytes and more for each value, 19 for each member, 80 for each string.
 USUAL = Density()
-# Messages between ranks have, for example, the positions of files: `[0,5],`.
+# Messages between ranks may be denser: for example, they have positions of files such as `[0,5],`.
 MESSAGES = Density(string=8, member=6, object=12, list=6, value=3, times=None)
 
 
@@ -96,7 +96,7 @@ def _fits(counts: list[int], nbytes: int, density: Density) -> bool:
     quotes, members, objects, lists, commas = counts
     strings = quotes // 2 - members
     if density.times is not None and nbytes > LARGE_BYTES:
-        # The text itself is there twice, as bytes and as characters.
+        # The text itself is in memory twice, as bytes and as characters.
         costs = zip((strings, members, objects, lists, commas), _COSTS, strict=True)
         return sum(count * cost for count, cost in costs) <= (density.times - 2) * nbytes
     return (
@@ -132,7 +132,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
         if is_inside:
             _, before, piece = piece.partition(b'"')
             is_inside = not before
-        piece = _STRING.sub(b"##", piece)  # the next quote begins a string that the piece cuts
+        piece = _STRING.sub(b"##", piece)  # a quote that is left begins a string that the piece cuts
         piece, begins, _ = piece.partition(b'"')
         is_inside = is_inside or bool(begins)
         yield before + piece.replace(b"##", b'""') + begins

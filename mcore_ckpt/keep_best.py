@@ -31,8 +31,8 @@ def keep_best_rules(given: object) -> tuple[KeepBest, ...]:
     """Returns the rules that an option names.
 
     Args:
-        given: one rule or a list of rules. Each is a list of metric, count, and "max" or "min", or these in one text.
-            None: no rule.
+        given: one rule or a list of rules. Each rule is a list of metric, count, and "max" or "min", or a text of these
+            three with colons in between. None: no rule.
 
     Raises InvalidArgumentError: something is no rule, or two rules have the same metric.
 

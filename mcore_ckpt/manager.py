@@ -64,8 +64,8 @@ _SETTING_UP = "setting up a CheckpointManager"
 class CheckpointManager:
     """Saves and loads one role's training state.
 
-    Construct one on every rank with the same arguments, after megatron's setup. The constructor waits for the other
-    ranks.
+    Construct a manager on every rank with the same arguments, after megatron's setup. The constructor waits for the
+    other ranks.
 
     With `async_save` the constructor starts a low-priority thread that prepares host memory for the copies of the
     state. If `save` is called before all of the memory is ready, it copies the files that fit into the ready part, and
@@ -203,22 +203,23 @@ class CheckpointManager:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
                 committed.
             extra_state: this rank's data position, counters and so on: containers, numbers, strings, tensors and NumPy
-                arrays (docs/format.md lists the types). Values come back with their types. It may differ between ranks.
-                A `ShardedPosition` in it is divided anew under another data-parallel size.
-                It may also be a function that returns this state. If the function raises on one rank, all ranks raise a
+                arrays (docs/format.md lists the types). Values come back with their types. The extra state may differ
+                between ranks. A `ShardedPosition` in it is divided anew under another data-parallel size. It may also
+                be a function that returns this state. If the function raises on one rank, all ranks raise a
                 CommitError. If code before the call of `save` raises on one rank instead, the other ranks wait for this
                 rank until `timeout_s`.
             roles: the roles that this step consists of. None: `config.roles`.
-            path: the folder to write. None: `<root>/global_steps_{step}/{role}`. Two other forms are also steps:
-                `<root>/global_step_{step}/{role}` and, for steps with one role, `<root>/global_step_{step}`. Both may
-                have `checkpoint-{step}` in place of `global_step_{step}`. A checkpoint in any other folder is equally
-                safe, but is not part of a step: the tracker does not name it, `load()` and `max_to_keep` ignore it, and
-                it is not uploaded to the remote store. Files that a trainer has put into the folder stay, unless the
-                save writes a file or folder with the same name (docs/format.md).
+            path: the folder to write. None: `<root>/global_steps_{step}/{role}`. Folders of two other forms are also
+                part of a step: `<root>/global_step_{step}/{role}` and, for steps with one role,
+                `<root>/global_step_{step}`. Both may have `checkpoint-{step}` in place of `global_step_{step}`. A
+                checkpoint in any other folder is equally safe, but is not part of a step: the tracker does not name it,
+                `load()` and `max_to_keep` ignore it, and it is not uploaded to the remote store. Files that a trainer
+                has put into the folder stay, unless the save writes a file or folder with the same name
+                (docs/format.md).
             max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
-            metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Only those
-                of rank 0 count. A metric that is not finite counts as missing, with a warning. `mcore_ckpt.set_metrics`
-                adds metrics that are known only later.
+            metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Only the
+                metrics of rank 0 count. A metric that is not finite counts as missing, with a warning.
+                `mcore_ckpt.set_metrics` adds metrics that are known only later.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, nothing
@@ -229,8 +230,8 @@ class CheckpointManager:
             InvalidStateError: this is a forked child of the process that has made the manager, or a function of a part
                 calls it.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
-                CommitError. With `async_save` and `if_failed="warn"` it is not raised but logged, and the returned
-                handle has it.
+                CommitError. With `async_save` and `if_failed="warn"` the error is not raised but logged, and the
+                returned handle has it.
             UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer, or a tool, writes this role below this root. Nothing has been done.
@@ -255,21 +256,21 @@ class CheckpointManager:
         """Attaches a part: state outside the model that belongs to each step, such as a replay buffer.
 
         From now on, each `save` also saves the part, and each `load` loads it, with the weights of the same step or not
-        at all. Every rank may attach parts, or only some ranks. Parts need the word 'extra' in `save_contents` and
+        at all. All ranks may attach parts, or only some of them. Parts need the word 'extra' in `save_contents` and
         `load_contents`.
 
         Args:
             name: the part's name, which is the name of its folder: letters, digits, '_', '-' and '.'.
             save: what this rank saves: bytes; the path of a file or folder, which is copied; or a `HandOver` of a file
-                or folder, which is moved. It can also be a function that gets a new folder, may write files into it,
-                and returns None or one of these values. `CheckpointManager.save` calls the function on the trainer's
-                thread, and training waits for it. If the function returns another function, that one is called without
-                arguments while the training continues, and returns None or one of these values. Files that are copied
-                must not change before the save is committed. Functions must return within `CheckpointConfig.timeout_s`,
-                because the other ranks wait no longer. None: this rank saves nothing.
+                or folder, which is moved. `save` can also be a function that gets a new folder, may write files into
+                it, and returns None or one of these values. `CheckpointManager.save` calls the function on the
+                trainer's thread, and training waits for it. If the function returns another function, that one is
+                called without arguments while the training continues, and returns None or one of these values. Files
+                that are copied must not change before the save is committed. Functions must return within
+                `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
             load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
-                been loaded. It gets the saved part (`state.SavedPart`), which has what each rank has saved. None: this
-                rank loads nothing.
+                been loaded. The function gets the saved part (`state.SavedPart`), which has what each rank has saved.
+                None: this rank loads nothing.
             optional: whether a step without the part may be loaded. For such a step, the function `load` is not called.
 
         Raises:
@@ -286,7 +287,10 @@ class CheckpointManager:
         self._trainer.parts.attach(part_of(name, save, load, optional))
 
     def detach(self, name: str) -> None:
-        """Detaches a part. Later saves and loads leave it out. Raises InvalidArgumentError if none has this name."""
+        """Detaches a part. Later saves and loads leave the part out.
+
+        Raises InvalidArgumentError if no part has this name.
+        """
         self._check_process()
         self._trainer.parts.detach(name)
 
@@ -359,7 +363,7 @@ class CheckpointManager:
 
     @property
     def load_contents(self) -> tuple[str, ...]:
-        """What a load reads of a checkpoint (`CheckpointConfig.load_contents`)."""
+        """The contents that a load reads (`CheckpointConfig.load_contents`)."""
         return self._trainer.config.load_contents
 
     def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
@@ -369,7 +373,7 @@ class CheckpointManager:
             topic: what is being agreed on, for messages.
             request: plain JSON values that are the same on all ranks, or a function that returns them. Such a function
                 can first check conditions that may fail on a single rank.
-            answer: returns plain JSON values. It is called only on rank 0.
+            answer: returns plain JSON values. `answer` is called only on rank 0.
 
         Raises:
             AgreementError: the requests differ, a rank is missing, or `request` or `answer` raised something other than
@@ -492,14 +496,14 @@ class CheckpointManager:
         self._background.wait_until_idle()
         self._guards.remove()
         self._closed = True
-        with ExitStack() as last:  # runs in reverse order, and completely even if something fails
+        with ExitStack() as last:  # the last callback runs first, and all run even if one fails
             last.callback(self._background.raise_failure)
             last.callback(self._closing.close)
             last.callback(self._remove_interrupted)
             last.callback(self._destination.wait)
 
     def _remove_interrupted(self) -> None:
-        with suppress(HungDiskError):  # the next start removes it
+        with suppress(HungDiskError):  # the next start of a trainer removes the leftovers
             self._disk.run(self._destination.remove_interrupted)
 
     def _settings(self) -> AbstractContextManager[None]:

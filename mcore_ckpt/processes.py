@@ -1,10 +1,10 @@
 """Keeps a forked child away from its parent's objects.
 
 A child (a data loader's worker, one of `multiprocessing`, `os.fork`) has a copy of every object, but none of the
-threads. Whatever lock a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
-the job's store are still the parent's. So the child has to leave them alone, also at its end, when it runs our exit
-handlers. For this, the lists of unfinished work are empty in the child, locks are new, and the parent's objects refuse
-to be used.
+threads. A lock that a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
+the job's store are still the parent's. So the child must not use these objects, not even at its end, when it runs our
+exit handlers. For this, the lists of unfinished work are empty in the child, locks are new, and the parent's objects
+refuse to be used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OwnEvent(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits as `threading.Event` does. Raises InvalidStateError in a forked child, where nobody would set it."""
-        if self.is_set():  # without the lock, which may have been held at a fork
+        if self.is_set():  # `is_set` does not take the event's lock, which may have been held at a fork
             return True
         self._home.check(self._what)
         return super().wait(timeout)

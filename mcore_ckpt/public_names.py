@@ -29,7 +29,7 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"{package}.{module_of[name]}"), name)
-        setattr(sys.modules[package], name, value)  # next time Python finds the name and does not call this
+        setattr(sys.modules[package], name, value)  # from now on Python finds the name without calling `__getattr__`
         return value
 
     return find

@@ -40,7 +40,7 @@ from mcore_ckpt.urls import local_path
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
-# Words of other programs for AUTO and OFF; None if it is not clear which of the two is meant.
+# Words of other programs for AUTO and OFF; None for a word that could mean either.
 _WORDS = {
     **dict.fromkeys(("latest", "newest", "last", "true", "yes", "on"), AUTO),
     **dict.fromkeys(("disable", "never", "false", "no"), OFF),
@@ -75,12 +75,12 @@ def recover(
 ) -> Recovery:
     """Loads all managers from the same step. Every rank calls it, with the same arguments.
 
-    If a role's part of a step is damaged, all roles load the next older step. Steps without an optimizer that retention
-    has removed, and that a manager would load, are passed over. Failures that may be temporary (a rank is
-    late, a file cannot be opened) are retried first, with growing pauses.
+    If a role's part of a step is damaged, all roles load the next older step. A step is passed over if retention has
+    removed its optimizer, and a manager would load the optimizer. Failures that may be temporary (a rank is late, a
+    file cannot be opened) are retried first, with growing pauses.
 
     Args:
-        managers: one manager for each role. All have the same root and the same remote store, or no store.
+        managers: one manager for each role. All managers have the same root and the same remote store, or no store.
         resume: "auto": load the newest step that is complete and has all roles. If there is no checkpoint at all,
             neither local nor in the remote store, start from the beginning. "off": start from the beginning. A number:
             load only the step with this number. A path: load only the step in this folder; with one manager, it may
@@ -107,7 +107,7 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
-    with ExitStack() as calls:  # a rank that leaves tells the others, whichever role's load they wait in
+    with ExitStack() as calls:  # a rank that stops tells the other ranks, in whichever role's load they wait
         for manager in by_role.values():
             calls.enter_context(manager._call("resuming"))
         return _recovered(by_role, resume, retries)
@@ -319,7 +319,10 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
 
 
 def retried(work: Callable[[], Any], retries: int) -> Any:
-    """Calls `work`, and repeats it after errors that may pass. All ranks see the same errors, so all repeat it."""
+    """Calls `work`, and calls it again after an error that may be temporary.
+
+    All ranks see the same errors, so all do this.
+    """
     for number in range(retries):
         try:
             return work()

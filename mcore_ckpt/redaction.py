@@ -1,9 +1,9 @@
 """Removes secrets from text that leaves the package: messages, log lines, events, reports, files.
 
-`redacted` is the only place that knows what a secret looks like. Where a secret may end and the rest begin is not
-always certain, because people also write passwords with `/`, `?` or `@` into URLs. Then more is removed, not less.
+`redacted` is the only place that knows what a secret looks like. It is not always certain where a secret ends, because
+people also write passwords with `/`, `?` or `@` into URLs. In such a case rather too much is removed than too little.
 
-Error messages pass through it in `CheckpointError.__init__`, the records for other ranks and listeners in
+Error messages pass through `redacted` in `CheckpointError.__init__`, the records for other ranks and listeners in
 `errors.to_record` and `ErrorText`. It also cleans tracebacks in logs, the config's `repr`, mount options and the
 arguments that argparse quotes. A store also passes the secrets of its URL to `redacted`, because libraries quote them
 without the URL.
@@ -17,34 +17,35 @@ from urllib.parse import unquote
 
 MASK = "***"
 _NO_QUERY = "?..."
-_LEAST_SECRET = 3  # a shorter secret would be found in other words
+_LEAST_SECRET = 3  # the text of a shorter secret may be a part of ordinary words
 
 # Characters of URLs, also percent-encoded, once or several times, and with JSON's escaped slashes.
 _AT = r"(?:@|%(?:25)*40)"
 _IS = r"(?:=|%(?:25)*3D)"
 _START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
-_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # before a URL in a URL; a password can have a `:/`
+# A URL inside of a URL follows one of these. Any other `:/` can belong to a password.
+_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")
 _ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
 # Characters that follow a URL in a sentence.
 _PUNCTUATION = re.compile(r"(?<![).,;:?!\]}])[).,;:?!\]}]+$")
 _QUERY = re.compile(r"\?|#|%(?:25)*3F", re.IGNORECASE)
-# Without these, the text after a `#` is no query, but part of a path.
+# Text after a `#` that has neither of these is not a query, but part of a path.
 _FILLED = re.compile(rf"\?|{_IS}", re.IGNORECASE)
 _PARAMETER = re.compile(rf"(?:;|%(?:25)*3B)[\w.-]+{_IS}[^/?#;]*", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(?:[^/?#\\]|\\(?!/))*")
 _USER = re.compile(rf".*{_AT}", re.DOTALL)
 _USER_END = re.compile(rf"{_AT}$")
-# A host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a bucket. Any
-# other text with a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
+# Matches a host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a
+# bucket. Any other text with a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
 _HOST = re.compile(r"[^:]*(?::\d{2,5}|::)?|\[[0-9A-Fa-f:.%]*\](?::\d*)?|arn:.*", re.DOTALL)
 _PORT = re.compile(r":\d*$")
 # In URLs of these schemes, the text before an `@` is a user only if it has a password. Otherwise it is part of a path
 # or, in Azure's URLs, a container.
 _WITHOUT_USER = ("file:", "local:", "abfs:", "abfss:", "wasb:", "wasbs:", "az:")
 
-# The names of options, headers and parameters that hold secrets. Of names that end in `_token`, these are the only
-# ones, because models have other tokens.
+# The names of options, headers and parameters that hold secrets. Other names that end in `_token` are not secrets:
+# models have many such options.
 _NAME = r"""(?:[\w.-]{0,40}?(?:
       secret(?:[_.-]?(?:access[_.-]?)?(?:key|token))? | passw(?:or)?d | passphrase
     | (?:access|account|api|auth|shared|private|encryption|storage|signing|session|master
@@ -68,7 +69,8 @@ _ENTRY = re.compile(rf"""(\\?["']{_NAME}\\?["']\s*[:,]\s*)[brfu]?{_VALUE}""", _F
 _LINE = re.compile(rf"(^[ \t-]*{_NAME}:[ \t]+)\S+[ \t]*$", _FLAGS | re.MULTILINE)  # of YAML
 _FLAG = re.compile(rf"(--(?:{_NAME}|token)\s+)(?!-){_VALUE}", _FLAGS)
 _ELEMENT = re.compile(rf"(<{_NAME}(?:Provided)?>)[^<]+", _FLAGS)
-_KEY = re.compile(rf"""(\\?["']key\\?["']\s*[:,]\s*|(?<![\w.-])key=){_VALUE}""", _FLAGS)  # fsspec's, beside `secret`
+# fsspec's options for S3 are called `key` and `secret`.
+_KEY = re.compile(rf"""(\\?["']key\\?["']\s*[:,]\s*|(?<![\w.-])key=){_VALUE}""", _FLAGS)
 _HEADER = re.compile(
     r"""((?:proxy-)?authorization["']?\s*[:=,]\s*["']?|\bx-[\w-]{0,40}(?:token|key|signature|credential)["']?:\s*["']?
         |\b(?:set-)?cookie["']?:\s*["']?)(?!\s*["']?\*\*\*)[^'"\r\n]+""",

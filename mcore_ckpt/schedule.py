@@ -1,6 +1,6 @@
 """Decides when to save: every given number of epochs, of steps, of seconds, or as soon as the last save is done.
 
-Nothing here does I/O. The ranks' clocks differ, so one rank decides for all ranks.
+This module does no I/O. The ranks' clocks differ, so one rank decides for all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ function. One rank calls that function, and all ranks get the result."""
 
 
 def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
-    """Replaces `CheckpointManager.agree` in a single process, which returns its own answer."""
+    """Takes the place of `CheckpointManager.agree` in a single process: returns that process's own answer."""
     return answer()
 
 
@@ -34,7 +34,7 @@ class Copied(Protocol):
 
 
 class Saved(Protocol):
-    """What `Schedule.saved` asks of a save. `SaveHandle` answers."""
+    """The attributes of a save's handle that `Schedule.saved` reads. `SaveHandle` answers."""
 
     @property
     def has_begun(self) -> bool: ...
@@ -53,9 +53,9 @@ class Frequency:
         epochs: the number of epochs between two saves. None: epochs cause no save.
         steps: the number of steps between two saves. None: steps cause no save.
         secs: the seconds between two saves. None: time causes no save.
-        minutes: the same in minutes. Give only `secs` or `minutes`.
+        minutes: the minutes between two saves. Give only `secs` or `minutes`.
         continuous: whether to save again as soon as the last save is done: committed, and, with a fast tier, copied to
-            the other nodes. `Schedule.saved` tells which save is the last one.
+            the other nodes. A schedule learns from `Schedule.saved` which save is the last one.
 
     Raises:
         InvalidArgumentError: a value is not above 0, or `secs` and `minutes` are both given.
@@ -74,7 +74,7 @@ class Frequency:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds between two saves, however they are given."""
+        """The seconds between two saves, from `secs` or `minutes`."""
         return self.secs if self.minutes is None else 60 * self.minutes
 
     @property
@@ -107,7 +107,7 @@ class Schedule:
         self._clock = clock
         self._epochs = self._steps = 0
         self._began = clock()
-        # What the counts would be if the last `due` had not been true.
+        # The counts as they would be if the last `due` had been false.
         self._before = (0, 0, self._began)
         self._last: Saved | None = None
 

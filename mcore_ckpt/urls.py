@@ -1,4 +1,4 @@
-"""Checks the form of URLs of remote stores, and shows them without their secrets. Asks no store."""
+"""Checks the form of URLs of remote stores, and shows them without their secrets. This module connects to no store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checked_url(url: object) -> str:
 
     Raises:
         InvalidTypeError: it is no text.
-        InvalidArgumentError: it is no URL. The message has the right spelling where there is one.
+        InvalidArgumentError: it is no URL. If it looks like a misspelled URL, the message has the right spelling.
 
     Example:
         >>> checked_url("s3:/bucket/run")
