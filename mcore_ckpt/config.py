@@ -146,8 +146,9 @@ class CheckpointConfig:
             faster than the file system.
         max_host_bytes: the largest number of bytes of host memory that this rank uses for copies of its state. None: no
             limit.
-        max_to_keep: how many complete steps to keep on disk, including those of earlier runs. None: all. After each
-            commit, older steps are deleted in the background. Pinned steps (`mcore_ckpt.pin`) are never deleted.
+        max_to_keep: how many complete steps to keep on disk, including steps that were saved before a restart. None:
+            all. After each commit, older steps are deleted in the background. Pinned steps (`mcore_ckpt.pin`) are never
+            deleted.
         keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
         keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
             smallest. Several such rules may be given as a list, and each also as a text, "reward:3:max". `save` gets

@@ -483,9 +483,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
-        Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads the checkpoints that the
-        store then lacks. Every rank waits for listeners as `wait` does. In a forked child of the process that has made
-        the manager, `close` does nothing.
+        Rank 0 also waits for uploads, for at most `upload_timeout_s`. After a restart, the next manager uploads the
+        checkpoints that the store lacks. Every rank waits for listeners as `wait` does. In a forked child of the
+        process that has made the manager, `close` does nothing.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed

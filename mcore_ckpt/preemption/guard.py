@@ -43,14 +43,14 @@ class PreemptionGuard:
             are put back at the end.
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
             it when the training stops. None: no file. A file that is older than `deadline_s` when the guard is entered
-            was made for an earlier run, and is ignored.
+            was made before this start of the training, and is ignored.
         deadline_s: how many seconds after a request to stop the machine goes. A save that would end later is not begun.
             None: unknown, so the last save may take any time.
         training_ends_in_s: in how many seconds the machine goes without a request. The training stops early enough to
             save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a reservation at SageMaker
             or Volcengine; `math.inf`: never.
         save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts. This number counts until
-            this run has made a durable save. None: unknown, so a save is tried.
+            this process has made a durable save. None: unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns it.
         save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`.
         exit_status: the value of the property `exit_status` if the training was stopped.

@@ -136,7 +136,7 @@ class TriggerFile:
     Args:
         path: the file.
         deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that is older than
-            this at `start` was made for an earlier run, and does not count.
+            this at `start` was made before this start of the training, and does not count.
 
     Attributes:
         found: the request, once the file has been seen; None before.
@@ -155,7 +155,8 @@ class TriggerFile:
     def end(self, acted: bool) -> None:
         """Stops looking.
 
-        If the training has stopped (`acted`), removes the file, so that the next run does not stop, too.
+        If the training has stopped (`acted`), removes the file, so that it does not stop the training again after the
+        restart.
         """
         self._over.set()
         if acted and self.found is not None:

@@ -1,8 +1,8 @@
-"""Numbers commits, and tells which commits a later one has given up. This module reads nothing from disk.
+"""Numbers commits, and tells which commits a later commit has given up. This module reads nothing from disk.
 
-Each commit has a number that grows with the root, and the numbers of the commits that led to it (its branch). After a
-rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are abandoned.
-`choice.py` decides what that means for loading and deleting.
+The commits below a root have ascending numbers. Each commit also has the numbers of the commits that led to it (its
+branch). After a rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are
+abandoned. `choice.py` decides whether abandoned steps are loaded or deleted.
 
 Checkpoints of older versions have no commit numbers. A step of such checkpoints counts as if its step number were its
 commit number, and all lower numbers were in its branch. A trainer that has seen such steps begins with a larger number,
@@ -29,7 +29,7 @@ class StepCommit:
         return any(first <= number <= last for first, last in self.branch)
 
     def has_given_up(self, number: int) -> bool:
-        """True if a number is smaller than this one and not in the branch."""
+        """True if a number is smaller than the number of this place and not in the branch."""
         return number < self.number and not self.leads_from(number)
 
 
@@ -43,7 +43,7 @@ def commit_of(step: int, commits: Iterable[Commit | None]) -> StepCommit:
 
 @dataclass(frozen=True)
 class Position:
-    """Where one role's training stands.
+    """The place of one role's training among the commits.
 
     Attributes:
         last: the largest number that is known.
@@ -60,13 +60,13 @@ class Position:
     def next(self, of_step: int | None = None) -> Commit:
         """Returns the next commit.
 
-        Its number is `of_step`, which other roles of the step have, if that is larger than `of_role`. Otherwise it is a
-        new number. So the numbers of a role always grow, even if the role saves a step again.
+        If the number `of_step` of the step's other roles is larger than `of_role`, the commit gets this number,
+        otherwise a new one. So the numbers of a role always grow, even if the role saves a step again.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:
             branch = (*self.branch[:-1], (self.branch[-1][0], number))
-        else:  # this role has committed since the loaded checkpoint, and that commit was given up
+        else:  # since the loaded checkpoint, this role has committed steps that are given up now
             branch = (*self.branch, (number, number))
         return Commit(number, self.parent, branch[-MOST_RANGES:])
 
@@ -80,5 +80,8 @@ class Position:
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 
     def seen(self, last: int, of_role: int) -> Position:
-        """Returns the position after these numbers have been seen. Only larger numbers change it."""
+        """Returns the position after these numbers have been seen.
+
+        Smaller numbers than the known ones change nothing.
+        """
         return Position(max(self.last, last), max(self.of_role, of_role), self.parent, self.branch)

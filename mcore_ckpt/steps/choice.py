@@ -1,11 +1,11 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
-The newest step is the one that was committed last. It need not have the highest number, and no clock decides. The last
-commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. Whether its files are
-still there decides only what can be loaded. So damage never brings back a step that the training has given up, unless
-nothing else is left.
+The newest step is the one that was committed last. That step need not have the highest number, and no clock is looked
+at. The last commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. If files
+of the last commit are missing, that step cannot be loaded, but the other steps stay abandoned. So damage never brings
+back a step that the training has given up, unless nothing else is left.
 
-This module reads nothing, but a step may look at its files when it is asked whether it is complete.
+This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def newest(steps: Sequence[Step]) -> Step | None:
 
 
 def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:
-    """Returns the commit for a step that a tool writes. The number of the step decides its place.
+    """Returns the commit for a step that a tool writes.
 
-    The commit shares the number of the step before it, or of the first step if none is before it. So a later step stays
-    the newest. Returns None if there are no other steps.
+    The commit shares the commit number of the next lower step, or of the lowest step if there is no lower one. So a
+    later step stays the newest. Returns None if there are no other steps.
     """
     given_up = abandoned(others)
     there = sorted((each for each in others if each.step not in given_up), key=order_of)
@@ -92,8 +92,8 @@ class Choice(Generic[Step]):
     Attributes:
         steps: the steps to try, in this order: the newest whole step, then older steps, whose files nobody has looked
             at, because there may be thousands. Abandoned steps come last.
-        passed_over: the steps that would be tried earlier but cannot be loaded, and the steps of another run. If there
-            is no step to try, this has all steps.
+        passed_over: the newer steps that cannot be loaded, and the steps of another run. If there is no step to try,
+            this has all steps.
         roles: the roles to load.
         stripped: the steps that are not tried, because retention has removed what the load needs; the newest first.
     """
@@ -107,8 +107,7 @@ class Choice(Generic[Step]):
     def error(self) -> type[CheckpointError]:
         """The error to raise if there is no step to try.
 
-        A step that lacks files can perhaps be mended. So its error must not be the one that a new training gets, which
-        has no steps.
+        A step that lacks files can perhaps be mended, so the error differs from the error for a root without steps.
         """
         lacks_files = any(step.is_claimed and step.lacks for step in self.passed_over)
         return CheckpointCorruptError if lacks_files else CheckpointNotFoundError
@@ -124,7 +123,10 @@ class Choice(Generic[Step]):
 
     @property
     def last_resort(self) -> str:
-        """What can be done with the newest of the `stripped` steps if no step can be loaded; empty without them."""
+        """Advice for the case that no step can be loaded: how to load the newest of the `stripped` steps.
+
+        Empty without such steps.
+        """
         if not self.stripped:
             return ""
         left = self.stripped[0]
@@ -149,8 +151,9 @@ def _what_is_gone(step: Weighed) -> str:
 def choose(
     steps: Sequence[Step], roles: Sequence[str] = (), needed: Mapping[str, Collection[str]] = NOTHING
 ) -> Choice[Step]:
-    """Chooses the steps to load from, which have all `roles`. Of two with the same commit number, the higher step is
-    tried first.
+    """Chooses the steps to load from, which have all `roles`.
+
+    Of two steps with the same commit number, the higher one is tried first.
 
     `needed` has, by role, the contents that the load needs, such as "optimizer". A step from which retention has
     removed some of them is chosen only if no step that has them is whole, so that the load says what is missing.
@@ -168,7 +171,8 @@ def choose(
         return Choice((), tuple(last_first), tuple(roles))
 
     def is_passed_over(step: Step) -> bool:
-        if not step.claims:  # its manifests cannot be read, or it has none, because its save is under way
+        # The step has no manifest that can be read, perhaps because its save is under way.
+        if not step.claims:
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])
 

@@ -58,8 +58,8 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
     for tries_left in reversed(range(_TRIES)):
         make_parents(role_dir.parent, top_mode(None) if mode is None else mode)
         try:
-            # These names are not synced, because the trainer waits for this. `publish` syncs the name of the step's
-            # folder.
+            # These names are not synced, because the trainer is waiting for this function. `publish` syncs the name of
+            # the step's folder.
             new_folder(role_dir.parent, mode, exist_ok=True)
             new_folder(staging, mode)
             write_owner(staging)
@@ -84,7 +84,8 @@ class SizedFile(Protocol):
 def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
     """Checks that this rank sees the files, each with the rank that wrote it, in full size. Raises CommitError."""
     # The size of each file takes a call, even if the folders are listed. Each thread takes several files at a time,
-    # because on a local file system the threads would otherwise spend most of the time on taking turns.
+    # because on a local file system the threads would otherwise spend most of the time handing Python's global lock
+    # over.
     written = list(files)
     length = max(1, min(_FILES_AT_ONCE, len(written) // (tuning.LOOK_THREADS * _TURNS)))
     parts = [written[start : start + length] for start in range(0, len(written), length)]
@@ -168,8 +169,8 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
         if not role_dir.is_symlink():
             if link_foreign_files(role_dir, staging):
                 sync_dir(staging)
-            # The old checkpoint is about to be moved aside. If this process dies then, the next one must know which
-            # process moved it.
+            # The old checkpoint is about to be moved aside. If this process dies then, the owner file tells the next
+            # process who moved it.
             with suppress(OSError):
                 write_owner(role_dir)
         if not exchange(staging, role_dir):
@@ -194,7 +195,7 @@ def _rename_new(staging: Path, role_dir: Path) -> bool:
     try:
         os.rename(staging, role_dir)
     except OSError as error:
-        # Another program has just made the folder.
+        # Another program has just made the role's folder.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
@@ -251,7 +252,7 @@ def remove_replaced(old: Path, role_dir: Path) -> None:
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
     elif (work := file_names.parse_work_dir(old.name)) is not None and work.purpose == "replaced":
-        # Otherwise `old` would count as the role's checkpoint if its successor were deleted.
+        # Otherwise `old` would count as the role's checkpoint again once the new checkpoint is deleted.
         with suppress(OSError):
             (old / file_names.MANIFEST_FILE).unlink(missing_ok=True)
 
@@ -283,7 +284,10 @@ def taken_away(staging: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder and its contents as far as possible. If it is a link, removes only the link. Raises nothing."""
+    """Removes a folder and its contents as far as possible. If the folder is a link, removes only the link.
+
+    Raises nothing.
+    """
     if folder.is_symlink():
         with suppress(OSError):
             folder.unlink()

@@ -1,12 +1,12 @@
 """Hides a step before its files are deleted, so that no part of it ever looks like a step.
 
 Between the last check and the rename, a trainer may open or commit a save in the step, or the step may be pinned. So
-the step is checked again after the rename, and gets its name back if anything has changed. Until the second check it
-has `.owner.json`, so no other process removes it as a leftover. A crash leaves the step where it was, or leaves a
-`.deleted-...` folder, which is no step. The next start or `prune` removes that folder. A link in the place of a step
-stays: removing it would free nothing, and its target may belong to another run. Removing leftovers follows no link
-either. If a role's folder is a link, a save replaces the link by a folder and leaves the target as it is. A step that
-cannot be deleted (protected, a mount point, another user's) stays whole. Other steps are deleted nevertheless.
+the step is checked again after the rename, and gets its name back if anything has changed. Until the second check the
+step has `.owner.json`, so no other process removes the step as a leftover. A crash leaves the step where it was, or
+leaves a `.deleted-...` folder, which is no step. The next start or `prune` removes that folder. A link in the place of
+a step stays: removing it would free nothing, and its target may belong to another run. Removing leftovers follows no
+link either. If a role's folder is a link, a save replaces the link by a folder and leaves the target as it is. A step
+that cannot be deleted (protected, a mount point, another user's) stays whole. Other steps are deleted nevertheless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
 @dataclass(frozen=True)
 class HiddenStep:
-    """A step under a hidden name. `replaced` has the hidden paths of checkpoints next to it, by their earlier paths."""
+    """A step under a hidden name.
+
+    `replaced` has the hidden paths of the checkpoints next to the step, by their earlier paths.
+    """
 
     usual: Path
     path: Path
@@ -56,14 +59,14 @@ def hide_step(step_path: Path) -> HiddenStep:
     try:
         for folder in replaced_checkpoints(step_path):
             hidden = file_names.deleted_dir(step_path, new_attempt())
-            # Until the caller is sure, nobody else may remove the folder, nor the step itself.
+            # The caller may still put the folder and the step back. Until then no other process may remove them.
             with suppress(OSError):
                 if not folder.is_symlink():
                     write_owner(folder)
             os.rename(folder, hidden)
             replaced[folder] = hidden
         if replaced:
-            # Without this, the second rename alone might survive a power loss.
+            # Without this sync, the rename of the step might survive a power loss, and these renames might not.
             sync_dir(step_path.parent)
         path = file_names.deleted_dir(step_path, new_attempt())
         os.rename(step_path, path)
@@ -75,5 +78,5 @@ def hide_step(step_path: Path) -> HiddenStep:
 
 def _put_back(replaced: Mapping[Path, Path]) -> None:
     for usual, hidden in replaced.items():
-        with suppress(OSError):  # another process has removed it, or its place is taken
+        with suppress(OSError):  # another process has removed the folder, or has made a new one with the earlier name
             os.rename(hidden, usual)

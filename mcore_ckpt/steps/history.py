@@ -4,10 +4,10 @@ Only rank 0 uses this module. It makes manifests only under the role's lock.
 
 A new number is one more than the largest that rank 0 has seen: in the root and on its node at the start, on other nodes
 at a load, and in its own commits. Lost nodes may come back, and a store may have steps that the root lacks. So a
-training with nodes or a store reserves numbers in `.run.json`, and the next training begins above them. (If a training
-asked the store at each start, a save would have to wait for the store.) A role that commits to a step takes the number
-of the step's other roles, if that is higher than its own last number. If two roles choose the same number for two steps
-at the same time, the higher step counts, so no harm is done.
+training with nodes or a store reserves numbers in `.run.json`, and the next training begins above the reserved numbers.
+(If a training asked the store at each start, a save would have to wait for the store.) A role that commits to a step
+takes the number of the step's other roles, if that is higher than its own last number. If two roles choose the same
+number for two steps at the same time, the higher step counts, so no harm is done.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mcore_ckpt.steps.same_root import SameRoot
 
 logger = logging.getLogger(__name__)
 
-# The run of a checkpoint that has no identity and is neither in the root, on this node nor in the store. No root owns
-# it.
+# The run of a checkpoint that has no identity and is not in the root, on this node or in the store. No root owns such a
+# checkpoint.
 _UNKNOWN = RootRun(Run(""))
 
 
@@ -56,7 +56,8 @@ class RunHistory:
         self._run: Run | None = None
         self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
-        self._last: tuple[ManifestSummary, Path | str] | None = None  # loaded or saved last, and its place
+        # The checkpoint that was loaded or saved last, and its folder or URL.
+        self._last: tuple[ManifestSummary, Path | str] | None = None
         self._held = ExitStack()
         self._same_home = SameRoot(home)
 
@@ -89,7 +90,7 @@ class RunHistory:
         self._held.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
-        """Notes the commit numbers of checkpoints, such as those that are only in a store or only on other nodes."""
+        """Notes the commit numbers of checkpoints, also of those that are only in a store or only on other nodes."""
         for head in heads:
             self._position = self._position.seen(head.number, head.number if head.role == self._role else 0)
 
@@ -103,9 +104,9 @@ class RunHistory:
             self._took_over = own.known or (None if head.run is None else RootRun(head.run))
             if own is settled and head.run is not None and runs.read_root_run(self._home) is None:
                 logger.warning(
-                    "%s: has no run yet, so the training goes on as %s, which a root of this path has begun: it loads "
-                    "its step %d from %s, and will delete its old steps there. If that root was moved and is still "
-                    "used, stop this training, and give it another path and another store",
+                    "%s: has no run yet, so the training goes on as %s, which a root at this path began: it loads "
+                    "step %d of that run from %s, and will delete old steps of that run there. If that root was moved "
+                    "and is still used, stop this training, and give it another path and another store",
                     self._root,
                     head.run,
                     head.step,
@@ -114,7 +115,7 @@ class RunHistory:
             # In a copied root, the copied steps name the parent of another run.
             self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:
-            # Numbers of another run mean nothing here.
+            # The commit numbers of another run do not count in this run.
             self._position = replace(self._position, parent=head.attempt, branch=())
             self._took_over = None
             self._parent = RunParent(_id(head) or "", head.step)
@@ -123,7 +124,7 @@ class RunHistory:
         """Returns which checkpoints belong to the root at a place that is not below it."""
         claimed: RootRun | None = None
         if isinstance(place, str):
-            with suppress(RemoteError):  # the checkpoint is loaded already, and the other ranks go on
+            with suppress(RemoteError):  # raise nothing: the checkpoint is loaded already, and the other ranks go on
                 claimed = None if self._remote is None else self._remote.claimed()
         elif not any(_is_below(folder, place) for folder in self._folders):
             claimed = _UNKNOWN
@@ -160,7 +161,8 @@ class RunHistory:
             heads = self._heads()
             self.seen(heads)
             if self._remote is not None and self._position.parent is not None and not heads:
-                # The root is on a new disk. Perhaps one step was loaded by its number, and the store has later ones.
+                # The root is on a new disk. If a step was loaded by its number, the store may have later steps, whose
+                # numbers count, too.
                 with suppress(RemoteError):
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
             known = runs.settle(self._home, self._root, heads, self._took_over, self._parent)

@@ -1,7 +1,7 @@
 """Sets metrics of a step that are known only after its save, such as the result of an evaluation.
 
-They are in a small file in the step's folder, not in the manifest, because readers hold locks on the manifest. The
-file's name has the id of the save, so a later save of the step does not get the metrics of an earlier one.
+Such metrics are in a small file in the step's folder, not in the manifest, because readers hold locks on the manifest.
+The file's name has the id of the save, so a later save of the step does not get the metrics of an earlier one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
     """Adds metrics to a committed step, durably. Any process may call it, also while trainers run.
 
     A metric that the step already has gets the new value; NaN or infinity removes a value that was set earlier in this
-    way. If two processes set metrics of one step at the same moment, the later one may undo the other's.
+    way. If two processes set metrics of one step at the same moment, the later process may undo the change of the
+    earlier one.
 
     Args:
         root: the folder of the steps.
         step: the step's number.
         metrics: finite numbers by name, such as {"reward": 0.7}.
-        role: the role whose checkpoint has the metrics. If it is None, this is the step's only role.
+        role: the role whose checkpoint has the metrics. None stands for the step's only role.
 
     Raises:
         CheckpointNotFoundError: there is no such step, or it has no committed role.
@@ -57,7 +58,7 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
     head = _head_of(status, role)
     path = file_names.metrics_file(status.place, head.role, head.attempt)
     known = {name: value for name, value in read_later_metrics(path).items() if name not in missing}
-    read_metrics(together := {**known, **found})  # together they may be too many
+    read_metrics(together := {**known, **found})  # the old and the new metrics together may be too many
     try:
         replace_file(path, fields.encode(together))
     except FileNotFoundError:

@@ -30,8 +30,9 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """Removes the leftovers of one role, and restores the role's checkpoints that a crashed process had moved aside.
 
     Leftovers of other roles stay, because those roles may be saving. `alone` is True if this process holds the role's
-    trainer lock (`TrainerLock`). Then folders whose owner is unknown, on another host or hidden are leftovers, too. A
-    doctor's trial folder is a leftover only if it is old, because the lock says nothing about doctors.
+    trainer lock (`TrainerLock`). In that case, folders with an owner that this process cannot see (unknown, on another
+    host or hidden) are leftovers, too. A doctor's trial folder is a leftover only if it is old, because the lock says
+    nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -56,8 +57,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in_if_allowed(root, name, only)
     step_paths = own_steps(root)
-    # There may be thousands of steps, and few of them have leftovers. So the looks at the steps overlap, and take as
-    # few calls as possible.
+    # There may be thousands of steps, and few of them have leftovers. So several threads look at the steps, with as few
+    # calls as possible.
     suspects = results_of(step_paths, lambda path: _may_have_leftovers(path, role), tuning.LOOK_THREADS)
     for step_path in itertools.compress(step_paths, suspects):
         _remove_in_if_allowed(step_path, role, alone)
@@ -85,13 +86,13 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
     It leaves out folders whose process may be alive, on this host or another. It also leaves out checkpoints that were
-    moved aside, if the next start of a trainer restores them.
+    moved aside and that the next start of a trainer will restore.
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
     found += [each for each in listed if file_names.is_trial_dir(each.name) and is_dead_trial(each, by_age=False)]
     for entry, work in work_folders(root):
-        beside_step = entry.parent == root  # then its name does not contain its role
+        beside_step = entry.parent == root  # the name of such a folder does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):
             continue
         role_dir = entry.parent / work.role
@@ -104,7 +105,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
 def _unlink(entry: Path) -> None:
     try:
         entry.unlink(missing_ok=True)
-    except PermissionError:  # in a folder with the sticky bit, only the owner may remove it
+    except PermissionError:  # in a folder with the sticky bit, only the owner may remove a file
         logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
 
 
@@ -116,9 +117,9 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 
 
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
-    # Retention writes an owner file into a step before it deletes the step, and its process may have died in between. A
-    # save writes one into a role's folder before it replaces the folder, and so does retention before it removes an
-    # optimizer.
+    # Retention writes an owner file into a step before it deletes the step, and the process that wrote the file may
+    # have died in between. A save writes an owner file into a role's folder before it replaces the folder, and so does
+    # retention before it removes an optimizer.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             remove_dropped(folder, alone)

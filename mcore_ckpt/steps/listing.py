@@ -1,13 +1,13 @@
 """Lists the steps on disk and finds out which of them are complete.
 
 The manifests say which roles are committed. `worth.py` looks at the files and says what a step is worth. The tracker is
-only a hint where to look again for the newest step.
+only a hint at a step that may be the newest.
 
-Some callers cannot look at all steps each time, because that takes too long (the tracker at each save, `watch`). For
-them a process looks at all steps once and remembers their numbers (`newest_complete`), and later looks only at steps
-that may have changed. The tracker alone is not enough, because a trainer may have died after its commit and before it
-moved the tracker. One change is not seen until the next start: another process saves a known step again just before it
-dies. `load` and `recover` look at all steps.
+Some callers, such as `watch` and the update of the tracker at each save, cannot look at all steps each time, because
+that takes too long. For them a process looks at all steps once and remembers their numbers (`newest_complete`), and
+later looks only at steps that may have changed. The tracker alone is not enough, because a trainer may have died after
+its commit and before it moved the tracker. One change is not seen until the next start: another process saves a known
+step again just before it dies. `load` and `recover` look at all steps.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class StepStatus(Weighed):
 
     @property
     def is_of_other_run(self) -> bool:
-        """True if it has roles that belong to another run."""
+        """True if the step has roles that belong to another run."""
         return bool(self.says.keys() - self.committed)
 
     @property
@@ -173,7 +173,8 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
         wanted = {step for step, look in looks.items() if not look.is_sure}
         if not wanted:
             break
-    own = below(root)  # read last, because a run is known before its first commit
+    # Read the root's run last: a run is written there before its first commit, so all listed steps find their run.
+    own = below(root)
     return [_without_others(statuses[step], own) for step in sorted(statuses)]
 
 
@@ -206,15 +207,15 @@ def newest_complete(
     """Returns the newest complete step, or None. It is fast even if there are thousands of steps.
 
     The first call of a process looks at all steps. A later call looks at the steps whose manifests the process has not
-    read, at the steps that are likely to have been saved again, and then at the others, the last commit first, until
-    one is complete.
+    read, at the steps that are likely to have been saved again, and then at the other steps, the last commit first,
+    until a step is complete.
 
     Args:
         root: the folder of the steps.
         role: a role that the step must have; None for any.
         seen: see `StepStatus.having_seen`.
-        committed: a step that was committed just now. It is likely to have been saved again, and so is the step that
-            the tracker names.
+        committed: a step that was committed just now. This step, and the step that the tracker names, are likely to
+            have been saved again.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
@@ -236,7 +237,8 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields lists of looks: first at all steps that are likely or unknown, then at one other step each, newest first.
+    """Yields lists of looks: first at all steps that are likely or unknown, then at one other step each, the newest
+    first.
 
     If another process has saved a known step again, the look at the step shows it.
     """
@@ -416,7 +418,7 @@ def _with_later_metrics(
 
 
 def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:
-    """True if a step or role of a listing was not found: it has been renamed or deleted since, or is new."""
+    """True if a step or role of a listing was not found, so it may have been renamed, deleted or made since."""
     names = {entry.name for entry in entries}
     if not found and (moved is not None or not names or file_names.MANIFEST_FILE in names):
         return True
@@ -445,11 +447,14 @@ def _moved_from(folder: Path) -> Path | None:
     try:
         return _moved_aside(folder.parent, _entries(folder.parent)).get(folder.name)
     except (PermissionError, NotADirectoryError):
-        return None  # the folder can be read, but not the one above it, or the one above is a file
+        return None  # the folder above cannot be read, or is a file
 
 
 class _RoleFolder(NamedTuple):
-    """What the manifest of a folder says. `problem` is why the role is not committed; None if it is committed."""
+    """The result of reading a folder's manifest.
+
+    `problem` is why the role is not committed; None if it is committed.
+    """
 
     role: str | None
     declared: frozenset[str]
@@ -497,8 +502,8 @@ def holds_something(status: StepStatus) -> bool:
 def _why_unreadable(path: Path, error: OSError) -> str:
     """Describes the error if the folder stays unreadable, so that the other steps can be used without it.
 
-    Raises the error if it may be temporary. If it were ignored, the trainer could resume from an older step and lose
-    training.
+    Raises the error if it may be temporary. If a temporary error were ignored, the trainer could resume from an older
+    step and lose training.
     """
     if error.errno not in _STAYS_UNREADABLE:
         raise error
@@ -533,7 +538,10 @@ def _read_head(role_dir: Path, known: _Heads) -> _Head:
 
 
 def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
-    """Returns the known manifests of the existing steps. Forgets all others, because a long run saves thousands."""
+    """Returns the known manifests of the existing steps.
+
+    Forgets the manifests of all other steps, because a long run saves thousands.
+    """
     there = {path for paths in folders.values() for path in paths}
     # This copies the dictionary, because another thread may be listing the same root.
     heads = dict(_heads.pop(root, {}))

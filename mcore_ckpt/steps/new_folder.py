@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replaceable:
-    """What a tool may replace when its output folder has files already.
+    """Says what a tool may replace if its output folder already has files.
 
     Attributes:
         force: True if the user has asked for it.
@@ -109,7 +109,7 @@ def mode_as(*sources: Path) -> int:
 def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
     """Renames a staging folder, whose contents are durable, to the new folder.
 
-    A folder that is replaced stays whole until the rename, and is then removed with everything in it.
+    An old folder of that name stays whole until the rename, and is then removed with everything in it.
 
     Raises:
         InvalidArgumentError: there is a folder that the tool must not replace.
@@ -134,7 +134,8 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
             sync_dir(path.parent.parent)
     except OSError as error:
         logger.warning("%s is in place, but a power loss might undo that: %s", path, error)
-    # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
+    # Until the rename, this file showed that the process of the staging folder is alive, so no other process removed
+    # the folder.
     (path / file_names.OWNER_FILE).unlink(missing_ok=True)
     for old in (staging, file_names.replaced_dir(path, attempt)):
         commit.remove_folder(old)

@@ -1,8 +1,8 @@
 """Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
 
-A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. It takes the number
-and the branch of the step before it, or of the first step if there is none before it. So a later step stays the newest,
-and no step is given up. A step that `collect` writes keeps the number that it got on the nodes.
+A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. Such a step takes the
+number and the branch of the step before it, or of the first step if no step is before it. So a later step stays the
+newest, and no step is given up. A step that `collect` writes keeps the number that it got on the nodes.
 """
 
 from __future__ import annotations
@@ -170,14 +170,17 @@ class NewStep:
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
-        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody begins to."""
+        """Raises LockedError if somebody reads a replaced role, or goes on from it.
+
+        During the `with` block, nobody can begin to do so.
+        """
         role_dirs = map(self.role_dir, self._roles)
         replaced = [role_dir for role_dir in role_dirs if (role_dir / file_names.MANIFEST_FILE).exists()]
         with unread(replaced) as alone:
             if not alone:
                 raise LockedError(
-                    f"{self.path}: is being read, or a training has loaded it and has not saved since. A tool does not "
-                    "replace it then: wait until that has ended, or name another folder to write to"
+                    f"{self.path}: is being read, or a training has loaded it and has not saved since. No tool "
+                    "replaces such a step: wait until nobody uses it any more, or name another folder to write to"
                 )
             yield
 
@@ -236,8 +239,8 @@ def _check_root(root: Path, force: bool) -> None:
     path = root / file_names.TRACKER_FILE
     if not force and os.path.lexists(path) and not any(status.committed for status in list_steps(root)):
         raise InvalidArgumentError(
-            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and "
-            "that program would start from the new step: name another folder, or let the tracker name the new step "
+            f"{path}: there is no step of this package next to this file, so another program's checkpoints are here, "
+            "and that program would start from the new step: name another folder, or let the tracker name the new step "
             "with --force"
         )
 

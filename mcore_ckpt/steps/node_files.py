@@ -1,4 +1,4 @@
-"""Tells which files of a checkpoint one node's folder of the fast tier has, and which nodes have the others."""
+"""Tells which files of a checkpoint one node's folder of the fast tier has, and which nodes have the other files."""
 
 from __future__ import annotations
 

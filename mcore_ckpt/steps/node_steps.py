@@ -1,9 +1,9 @@
 """Finds which steps of the fast tier are whole, from what each node has in its folder.
 
 A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes.
-Of these files it has only those that the node has written, and copies of others. A role's checkpoint is whole if every
-file is on some node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 joins
-the results (`fast_checkpoints`).
+But the folder has only the files that the node has written, and copies of some other files. A role's checkpoint is
+whole if every file is on some node, and a node has committed it. Each node looks into its own folder (`held_roles`),
+and rank 0 joins the results (`fast_checkpoints`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FastCheckpoint:
         files: how many files the checkpoint has.
         holders: for each node that has some of its files, the node's number and these files.
         is_committed: whether a node has committed it.
-        is_staged: whether it is still in the staging folder of a node, which died while it committed.
+        is_staged: whether the checkpoint is still in the staging folder of a node that died during its commit.
     """
 
     head: ManifestSummary
@@ -109,7 +109,10 @@ class FastCheckpoint:
 
     @property
     def nodes_of_rarest_file(self) -> int:
-        """The number of nodes that have the rarest file. One node less than that can be lost without losing a file."""
+        """The number of nodes that have the rarest file.
+
+        One node less than this number can be lost without losing a file.
+        """
         changes = [0] * (self.files + 1)
         for _, has in self.holders:
             for first, last in has:
@@ -213,8 +216,8 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
     """Returns the whole checkpoints of a role that survive the loss of the largest number of nodes.
 
-    They have `replicas` copies of each file. If no checkpoint has so many, because nodes were lost or died before their
-    copies were complete, the checkpoints with the most copies are returned.
+    These have `replicas` copies of each file. If no checkpoint has so many, because nodes were lost or died before
+    their copies were complete, the checkpoints with the most copies are returned.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
@@ -223,7 +226,8 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, with the last saved one at the end."""
-    # Of checkpoints without commit numbers, one in a staging folder was saved last. A clock decides between the others.
+    # Of checkpoints without commit numbers, one in a staging folder was saved last. Between the other ones, the time of
+    # the save decides.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
@@ -248,7 +252,7 @@ class NodeStep(Weighed):
 
     @property
     def claims(self) -> tuple[ManifestSummary, ...]:
-        """The same as `heads`; empty for a save that was under way."""
+        """Equal to `heads`; empty for a save that was under way."""
         return self.heads if self.is_committed else ()
 
     @property
@@ -307,8 +311,8 @@ def node_steps(
 def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, NodeStep]:
     """Returns the steps in which all declared roles, and the given roles, are whole.
 
-    If a role of a step was saved twice, both saves can be whole, because some nodes were away meanwhile, or died before
-    they committed the second save. Then the second save counts.
+    If a role of a step was saved twice, both saves can be whole: some nodes may still have the files of the first save,
+    because they were away, or died before they committed the second one. In that case the second save counts.
     """
     by_step: dict[int, dict[str, FastCheckpoint]] = {}
     for each in in_order_of_saves(found):

@@ -4,9 +4,9 @@ A new manifest without the optimizer takes the place of the old one in one renam
 folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that is whole by its
 manifest, perhaps with files that no manifest lists. The next start of a trainer or `prune` removes these.
 
-The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name it as their parent, and its copy
-in a remote store, which keeps the optimizer, is still a copy of it. `dropped` in the manifest tells the checkpoint from
-its copy.
+The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name this `attempt` as their parent,
+and the copy in a remote store, which keeps the optimizer, still counts as a copy of the checkpoint. `dropped` in the
+manifest tells the checkpoint from its copy.
 
 A save may put a new checkpoint into the place of the role's folder at any moment. So manifest and optimizer are renamed
 in the folder that was opened, and files are removed below a name that no other folder has.
@@ -145,7 +145,10 @@ def _opened(role_dir: Path) -> Iterator[int]:
 
 
 def _manifest_in(folder: int, role_dir: Path) -> Manifest:
-    """Reads the manifest in an open folder. Raises OSError, CheckpointCorruptError or, if it is damaged, ValueError."""
+    """Reads the manifest in an open folder.
+
+    Raises OSError, CheckpointCorruptError, and ValueError if the manifest is damaged.
+    """
     descriptor = os.open(file_names.MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
         data = file.read(limits.MANIFEST_BYTES + 1)

@@ -4,7 +4,7 @@ A pid does not identify an owner: pids are reused, containers number their proce
 another program in its place (`exec`) keeps its pid. Therefore an owner is one life of a process: from its start, or
 from its last `exec`, to its end. A life has ended if, in its pid namespace, no process has its pid, or a process with
 another start time has its pid, or the process that asks has its pid and is another life. A start time that cannot be
-read proves nothing.
+read leaves the answer unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Owner:
 
     Attributes:
         host: the host's name, its boot id and the pid namespace. The name is not enough, because two containers can
-            have the same one and still number their processes separately.
+            have the same name and still number their processes separately.
         pid: the process id in that namespace.
         start: when the process started, in clock ticks since boot; 0 if that is not known. A later process can get the
             same pid.
@@ -66,7 +66,7 @@ class Owner:
     def of(record: Mapping[str, Any]) -> Owner:
         """Returns the owner that `asdict` has turned into this record. Raises FieldError."""
         pid = fields.get_int(record, "pid")
-        if pid == 0:  # for kill(2) it is a group of processes
+        if pid == 0:  # kill(2) would take 0 for a group of processes
             raise fields.FieldError("'pid' is 0, which no process has")
         texts = (fields.get_name(record, key) if record.get(key) else "" for key in ("clock", "nonce"))
         return Owner(fields.get_name(record, "host"), pid, fields.get_int(record, "start"), *texts)
@@ -80,7 +80,7 @@ class Owner:
 
     @property
     def life(self) -> Life:
-        """Whether the owner is alive, as far as this process can see it."""
+        """Whether the owner is alive, as far as this process can find out."""
         if self.is_this_process:
             return Life.ALIVE
         if self.host != _here():
@@ -127,7 +127,8 @@ def _here() -> str:
     try:
         return this_host()
     except OSError:
-        # A container may hide /proc/sys. Another host with the same name must not look like this one.
+        # A container may hide /proc/sys. In that case use a random id, because another host with the same name must not
+        # look like this host.
         return f"{socket.gethostname()} unknown {_nonce}"
 
 

@@ -40,11 +40,12 @@ class RemoteStep(Weighed):
 
     Attributes:
         step: the step's number.
-        found: for each role, the newest attempt with a manifest and all its files, or else the newest with a manifest.
+        found: for each role, the newest attempt with a manifest and all its files, or else the newest attempt with a
+            manifest.
         others: the other attempts of each role: replaced attempts, and attempts without a manifest.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
         look: lists the files that a role lacks. Raises RemoteError.
-        is_shared: true if another run has attempts in the step, so that the step is not deleted as a whole.
+        is_shared: true if another run also has attempts in the step. Then the step is not deleted as a whole.
         replaced: the other attempts of this run that have a manifest.
         local_metrics: the metrics of the same step in the root, some of which may have been set after the upload.
     """
@@ -172,7 +173,10 @@ class RemoteSteps:
         return RemoteStep(step, found, others, tuple(problems), is_pinned, look, is_shared, tuple(replaced))
 
     def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
-        """Returns the newest attempt that has all its files. If none has, or there is only one, returns the newest."""
+        """Returns the newest attempt that has all its files.
+
+        If no attempt has all its files, or there is only one attempt, returns the newest.
+        """
         ordered = sorted(heads, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
         return next((head for head in looked_at if self._lack(_key(head)) is None), next(iter(ordered), None))
@@ -220,14 +224,17 @@ class RemoteSteps:
         return Ownership() if self._root is None else elsewhere(self._root, claimed=self.claimed())
 
     def claimed(self) -> RootRun | None:
-        """Returns the run that the store belongs to; None if none has claimed it. Raises RemoteError."""
+        """Returns the run that the store belongs to; None if no run has claimed the store. Raises RemoteError."""
         if self._claimed is None:
             with suppress(FileNotFoundError, CheckpointCorruptError):
                 self._claimed = runs.decode(self.store.read_all(file_names.RUN_FILE, limits.SMALL_BYTES))
         return self._claimed
 
     def claim(self, own: RootRun) -> None:
-        """Claims the store for a root's run. Raises OtherRunError if it belongs to another run, and RemoteError."""
+        """Claims the store for a root's run.
+
+        Raises OtherRunError if the store belongs to another run, and RemoteError.
+        """
         if self.claimed() is None:
             # The store's file may be lost, or have been written by two runs at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]

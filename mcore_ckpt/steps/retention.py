@@ -1,7 +1,7 @@
 """Decides which steps stay (the preservation policy) and deletes the other steps, except those that are in use.
 
-`judge` decides, and needs only the statuses of the steps. They are read from disk each time, so any process can delete:
-a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
+`judge` decides, and needs only the statuses of the steps. The statuses are read from disk each time, so any process can
+delete: a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
 To add a rule, add a field to `PreservationPolicy`, and a reason to `_Kept.reasons`. So that users can set it, add the
 field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
@@ -55,7 +55,7 @@ class PreservationPolicy:
             better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
         optimizer_for_last: how many of the newest complete steps of each role keep their optimizer. Other steps that
-            stay lose it, unless they are pinned. If it is None, all steps keep theirs.
+            stay lose their optimizer, unless they are pinned. None: all steps keep their optimizer.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -108,7 +108,7 @@ def too_old(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[Step]:
     """Returns the steps that may be deleted. The arguments are those of `judge`."""
-    policy = replace(policy, optimizer_for_last=None)  # to judge optimizers, it would look at files
+    policy = replace(policy, optimizer_for_last=None)  # deciding about optimizers would look at files
     return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
 
 
@@ -122,9 +122,10 @@ def judge(
     A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
 
-    Only steps that have all their files count. So it looks at the files of the newest steps, until enough of them are
-    whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it may
-    be a copy under way, or the only one left. Once enough newer steps are whole, it goes like any other old step.
+    Only steps that have all their files count. So `judge` looks at the files of the newest steps, until enough of them
+    are whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it
+    may be a copy under way, or the only one left. Once enough newer steps are whole, such a step is deleted like any
+    other old step.
 
     The step that was saved last (`committed`) stays with all its files even if it is not among the newest, as after a
     rollback, and so do the `spared` steps, such as the best one. Raises OSError or RemoteError: the files of a step
@@ -151,7 +152,10 @@ def judge(
 
 
 def _roles_to_strip(status: Weighed, among_newest: Collection[str]) -> tuple[str, ...]:
-    """Returns the roles of a step that lose their optimizer. Only whole steps, and roles with weights, lose it."""
+    """Returns the roles of a step that lose their optimizer.
+
+    Only roles with weights lose their optimizer, and only in whole steps.
+    """
     if status.pinned or not status.is_claimed:
         return ()
     having = [head.role for head in status.heads if "optimizer" in head.contents and "model" in head.contents]
@@ -237,10 +241,11 @@ def _best(
 
 
 def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
-    """Returns the `count` newest complete steps of each role, as a mapping from step to roles; empty if that is None.
+    """Returns the `count` newest complete steps of each role, as a mapping from step to roles.
 
-    Roles can save at different steps. Abandoned steps come after all others, so they never take the place of another
-    step. The second result contains the steps that would be among the newest, but lack files.
+    The mapping is empty if `count` is None. Roles can save at different steps. Abandoned steps come after all others,
+    so they never take the place of another step. The second result contains the steps that would be among the newest,
+    but lack files.
     """
     claimed = [] if count is None else [status for status in statuses if status.is_claimed]
     roles = frozenset(role for status in claimed for role in status.committed)
@@ -364,7 +369,7 @@ def delete_or_raise(status: StepStatus) -> str | None:
     try:
         left = hidden.remove()
     except KeyboardInterrupt:
-        # The step is gone, so the rest of its files goes, too. A second Ctrl-C leaves them to the next trainer.
+        # The step is gone, so remove the rest of its files, too. A second Ctrl-C leaves them to the next trainer.
         hidden.remove()
         raise
     if left:
@@ -387,7 +392,10 @@ def discard_step(step_path: Path) -> None:
 
 
 def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
-    """Renames a step to a hidden name. If `obstacle_to` then finds an obstacle, renames it back and returns it."""
+    """Renames a step to a hidden name.
+
+    If `obstacle_to` then finds an obstacle, renames the step back and returns the obstacle.
+    """
     # A half-deleted step must not look like a step. Until the second check below, the owner file shows other processes
     # that this process may still rename the step back.
     with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent the deletion

@@ -49,15 +49,16 @@ class RoleWriter:
     def write_values(self, path: str, values: Mapping[str, Any]) -> None:
         """Writes plain values and tensors as a `.pt` file, which `torch.load(weights_only=True)` opens.
 
-        Raises OSError, and ValueError if they are something other than plain values, or too large for a small file.
+        Raises OSError, and ValueError if `values` has something other than plain values, or is too large for a small
+        file.
         """
         self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
 
     def add(self, path: str, source: Path, shares: bool = False) -> None:
-        """Takes a file of the trainer, of any size, into the role. Any thread may call it. Raises OSError.
+        """Takes a file of the trainer, of any size, into the role. Any thread may call this. Raises OSError.
 
-        With `shares`, the file gets a second name where the file system can do that, so nobody may write to it any
-        more. Otherwise it is copied.
+        With `shares`, the file is hard-linked if the file system can do that, so nobody may write to it any more.
+        Otherwise it is copied.
         """
         make_folders(self._folder, path)
         target = self._folder / path
@@ -95,14 +96,14 @@ class RoleReader:
         return read_checked(self.role_dir, self._record(path), most)
 
     def read_values(self, path: str) -> dict[str, Any]:
-        """Returns the values that `RoleWriter.write_values` wrote. Never executes code from the file.
+        """Returns the values that `RoleWriter.write_values` wrote. No code in the file is executed.
 
         Raises CheckpointCorruptError: the file is missing, damaged, or holds something other than plain values.
         """
         return read_plain(self.role_dir, self._record(path))
 
     def is_same(self, path: str, file: Path) -> bool:
-        """True if a file, which may be missing, has the bytes of a file of the role. Raises OSError."""
+        """True if `file` exists and has the same bytes as a file of the role. Raises OSError."""
         record, own = self._record(path), self.role_dir / path
         try:
             if file.samefile(own):
@@ -117,9 +118,10 @@ class RoleReader:
         return crc == record.crc32
 
     def put(self, path: str, target: Path, shares: bool = False) -> None:
-        """Gives a file of the role, which has been checked, to the trainer as a new file. It is the reverse of `add`.
+        """Gives a file of the role, which has been checked, to the trainer as a new file: the reverse of `add`.
 
-        Raises OSError, and CheckpointCorruptError if the file is damaged. That is found only where it is copied.
+        Raises OSError, and CheckpointCorruptError if the file is damaged. Damage is found only if the file is copied,
+        not if it is linked (`shares`).
         """
         record = self._record(path)
         if shares:
@@ -155,14 +157,14 @@ def commit_role(
         step: the step's number.
         roles: the roles that the step consists of, with or without this one. The step is complete once all of them are
             committed. If `roles` is a function, it is called on rank 0 after all ranks have written.
-        write: writes this rank's files. If it raises on one rank, all ranks raise.
+        write: writes this rank's files. If `write` raises on one rank, all ranks raise.
         kind: the kind of these files in the manifest.
         before: runs on rank 0 before anything is written.
-        after: runs on rank 0 once the role is in place. It must not raise.
-        may_commit: runs on rank 0 right before the role is put in place. If it raises, nothing is committed.
-        stamp: runs on rank 0, and returns the manifest with the run and the commit of the step's other roles. Then a
-            step that is saved again after a rollback is not complete before this role is saved again, too. Without it,
-            the caller must `uncommit_role` before such a save.
+        after: runs on rank 0 once the role is in place. `after` must not raise.
+        may_commit: runs on rank 0 right before the role is put in place. If `may_commit` raises, nothing is committed.
+        stamp: runs on rank 0, and returns the manifest with the run and the commit of the step's other roles. With
+            `stamp`, a step that is saved again after a rollback is not complete before this role is saved again, too.
+            Without `stamp`, the caller must `uncommit_role` before such a save.
 
     Raises:
         CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
@@ -195,7 +197,7 @@ def commit_role(
 
 
 def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: str = "extra") -> None:
-    """Makes files durable that another program has written, and lists them in a manifest beside them.
+    """Makes the files of another program durable, and lists them in a manifest next to them.
 
     Afterwards `RoleReader` and `mcore-ckpt verify` check them. The folder should not have its final name yet: the
     caller renames it once this has returned. `paths` are relative to the folder.

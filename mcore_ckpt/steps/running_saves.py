@@ -69,7 +69,8 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
 
 
 def _began(staging: Path) -> float:
-    # Nothing changes the owner's file once the save has begun. The folder itself changes with each file in it.
+    # The time of the owner's file tells when the save began. The time of the folder, which changes with each new file
+    # in it, is used only if there is no such file.
     for path in (staging / file_names.OWNER_FILE, staging):
         with suppress(OSError):
             return os.stat(path).st_mtime

@@ -20,8 +20,9 @@ run, with the copied steps as its own. See docs/architecture.md.
   taken over, and a warning names the run, because that root may only have been moved. At another path, taking them over
   would be a guess: a new training that names the store of an old one by mistake looks just the same. To continue the
   old training there, copy the store's `.run.json`.
-- A store is claimed by its first upload, with a copy of `.run.json`. Two runs that claim it at once read it back, and
-  the second one stops. Its uploads until then have its id, so the first run leaves them alone.
+- A store is claimed by its first upload, with a copy of `.run.json`. If two runs claim a store at once, both
+  read the file back, and the second run stops. The uploads of the second run until then have its id, so the first run
+  leaves them alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from mcore_ckpt.ranks.hosts import this_host
 
 logger = logging.getLogger(__name__)
 
-# No manager commits so often, and the number is large enough for two thousand million managers, one after the other.
+# How many commit numbers a manager reserves. No manager commits so often, and two thousand million managers in turn can
+# reserve so many.
 _RESERVED = 2**32
 
 
@@ -91,7 +93,8 @@ def read_root_run(root: Path) -> RootRun | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CheckpointCorruptError as error:
-        if isinstance(error.__cause__, OSError):  # may be temporary; without a run, the steps of all runs would count
+        # An OSError may be temporary, so raise it: without a run, the steps of all runs would count.
+        if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         return None
 
@@ -114,7 +117,7 @@ class Ownership:
     Attributes:
         known: the run of the root; None if it has none.
         path: the path of the root. If the root has no run, the steps that a root of this path has saved belong to it.
-            If it has neither run nor path, all steps do.
+            If the root has neither run nor path, all steps belong to it.
         unsigned: the run that owns checkpoints without identity; None if they belong to the root.
     """
 
@@ -146,7 +149,10 @@ class Ownership:
 
 
 def below(root: Path) -> Ownership:
-    """Returns which checkpoints below a root belong to it. Until its first save, all do. Raises OSError."""
+    """Returns which checkpoints below a root belong to it. Until the root's first save, all checkpoints belong to it.
+
+    Raises OSError.
+    """
     return Ownership(read_root_run(root))
 
 
@@ -154,7 +160,7 @@ def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = No
     """Returns which checkpoints in a store, or on nodes, a root owns. Raises OSError.
 
     A root without identity, such as one on a new disk, takes over the checkpoints that a root of the same path has
-    saved. The identity is in `home`, or in the root if that is None. `claimed` is the run that has claimed the store.
+    saved. The identity is in `home`, or in the root if `home` is None. `claimed` is the run that has claimed the store.
     """
     known, path = read_root_run(home or root), str(root.resolve())
     if known is not None and is_copied(root, known.run):
@@ -201,7 +207,7 @@ def settle(
         replace_file(path, encode(known))
         return known
     made = _new(root, known or read_root_run(root), heads, took_over, parent, here)
-    if path.exists():  # of a copied root, or damaged
+    if path.exists():  # the file is that of a copied root, or damaged
         replace_file(path, encode(made))
         return made
     try:
@@ -214,9 +220,10 @@ def settle(
 
 
 def reserve(home: Path, role: str, last: int) -> None:
-    """Notes that a role's commits may have numbers above the last one that is known. Raises OSError.
+    """Reserves commit numbers of a role above the last number that is known. Raises OSError.
 
-    A later training begins above them, so that checkpoints that it does not see can never be newer than its own.
+    A later training begins above the reserved numbers, so a checkpoint that it does not see can never be newer than its
+    own ones.
     """
     known = read_root_run(home)
     if known is not None:
@@ -262,8 +269,8 @@ def _new_id(path: Path, root: str) -> str:
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     """Reconstructs a root's lost file, as far as the manifests allow; None if no manifest has a run.
 
-    The result names one run and the runs that it came from. This run is the one that committed last, of the runs that
-    have saved to this path, or of all runs if none has.
+    The result names one run and the runs that it came from. The named run is, among the runs that have saved to this
+    path, the one that committed last; if no run has saved to this path, the one that committed last of all.
     """
     signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
     if not signed:

@@ -2,10 +2,10 @@
 
 A disk may be unmounted, so that saves would fill the empty folder that it was mounted on. Something may be mounted over
 the root. The folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and
-inode show each of these. Rank 0 looks before it opens a save and right before the rename, and each rank before and
-after it writes. All ranks also look at the node's folder of the fast tier. If the root does not exist yet, the folder
-above it counts. A root that was deleted is made again. A network file system that an automounter has mounted again
-counts as the same one.
+inode of the folder show each of these changes. Rank 0 looks before it opens a save and right before the rename, and
+each rank before and after it writes. All ranks also look at the node's folder of the fast tier. If the root does not
+exist yet, the folder above it counts. A root that was deleted is made again. A network file system that an automounter
+has mounted again counts as the same folder.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SameRoot:
     def _look(self) -> dict[Path, _Folder]:
         found: dict[Path, _Folder] = {}
         for folder in (self._path, *self._path.parents):
-            with suppress(OSError):  # a trainer that only loads may lack the permission
+            with suppress(OSError):  # a trainer that only loads may not be allowed to look
                 if (status := _stat(folder)) is not None:
                     found[folder] = _folder(folder, status)
         return found
@@ -102,7 +102,7 @@ def _what_changed(folder: Path, noted: _Folder, now: _Folder) -> str:
         what = "it was replaced"
     return (
         f"{folder}: is not the folder that this trainer has begun with: {what}. Nothing is saved to it. Put the "
-        "right folder back in its place, or start the training again with the one that it shall save to"
+        "right folder back in its place, or start the training again with the folder to save to"
     )
 
 

@@ -4,16 +4,17 @@ A save frees nothing before its commit: the checkpoint that it replaces, and old
 space that is free at the beginning counts.
 
 If no step will be deleted, the commit already shows whether the next save will fit, and the next save may begin at
-once. If steps will be deleted, the free space shows it only once they are gone. A look at it may take long (manifests,
-and space that is freed late), so it has its own thread: neither saves nor deletions wait for it.
+once. If steps will be deleted, the free space shows it only once they are gone. This check may take long (manifests,
+and space that is freed late), so it runs on its own thread: neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
-tokenizer's files are not known yet. Root may use reserved blocks and exceed quotas, as the kernel lets it; soft quotas
-count when their grace period is over. A deletion on another host shows only in the name of the step, and in the growth
-of the space that was short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock
-if the disk had been too full for the lock's file. A refusal looks for at most two seconds for old steps that could be
-deleted, because all ranks wait for it. If there are too many for that, it names only the command that lists them.
+tokenizer's files are not known yet. The system's superuser may use reserved blocks and exceed quotas, as the kernel
+allows; soft quotas count when their grace period is over. A deletion on another host shows only in the name of the
+step, and in the growth of the space that was short. After a wait for deletions the save looks at its trainer lock once
+more, and takes the lock if the disk had been too full for the lock's file. Before a refusal, old steps that could be
+deleted are looked for, but only for two seconds, because all ranks wait. If there are too many steps for that, the
+error names only the command that lists them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class SpaceWatch:
 
         If there is too little space now, it first waits for deletions that are under way. If a deletion still goes on
         after `patience_s`, the save may begin, because the freed space may suffice. Before a refusal, the look at old
-        steps also ends by then.
+        steps also ends after `patience_s`.
         """
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING
@@ -172,7 +173,10 @@ class SpaceWatch:
             self._warn_of_next(saved, space, space.shortage(amount), amount)
 
     def _is_overtaken(self, saved: Saved) -> bool:
-        """True if a newer save has been checked. It has taken space, so a look says nothing about the next one."""
+        """True if a newer save has been checked.
+
+        That save has taken space, so a look would say nothing about the next save.
+        """
         return saved.check != self._checks
 
     def _warn_of_next(self, saved: Saved, space: DiskSpace, limit: Limit | None, amount: Amount) -> None:
@@ -231,7 +235,7 @@ class _Warned:
         self._reason: str | None = None
 
     def is_new(self, limit: Limit | None) -> bool:
-        """True if `limit` was not short at the last look. None says that no limit is short, and is never new."""
+        """True if `limit` was not short at the last look. False for None, which stands for no short limit."""
         before, self._reason = self._reason, None if limit is None else limit.name
         return self._reason is not None and self._reason != before
 
@@ -272,7 +276,7 @@ def _settled_space(
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
     """True if one of the limits leaves more than ever before. Notes in `most` how much each leaves.
 
-    Other changes are no sign of a deletion, because on a shared disk others write and delete their own files.
+    Any other change is no sign of a deletion, because on a shared disk other users also write and delete files.
     """
     grown = [limit for limit in short if limit.free > most.get(limit.name, limit.free)]
     most.update({limit.name: max(limit.free, most.get(limit.name, 0)) for limit in short})

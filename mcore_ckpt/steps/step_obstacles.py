@@ -35,7 +35,10 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
 
 def _is_protected(folder: Path) -> bool:
-    """True if the files in a folder cannot be removed. A rename would hide them, and they would still take space."""
+    """True if the files in a folder cannot be removed.
+
+    Hiding such files by a rename would not help, because they would still take space.
+    """
     # The system call filter of an old container makes every `access` call fail, even this one. Then only an attempt to
     # remove the files shows whether they can be removed.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)

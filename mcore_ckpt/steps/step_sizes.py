@@ -1,6 +1,7 @@
-"""Computes how large a step is and when it was saved, from its roles' manifests, which it reads as a whole.
+"""Computes how large a step is and when it was saved, from its roles' manifests.
 
-`listing.py` reads only the beginning of a manifest, because reading all of a large run's manifest takes long.
+This module reads whole manifests. `listing.py` reads only the beginning of a manifest, because reading all of a large
+run's manifest takes long.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class StepNeed:
 
     Attributes:
         kept: the need of its files, the step's folder and an owner file, which is gone when the next role saves.
-        passing: about how many bytes a role writes in addition and deletes again before its commit; the largest of all
+        passing: about how many more bytes a role writes, and deletes again before its commit; the largest number of all
             roles. These are the tensors of a model that is kept only in HuggingFace's form (`hf_model` without
             `model`).
     """

@@ -33,8 +33,8 @@ def remove_tracker(root: Path) -> None:
 def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
-    `committed` is the step that was committed just now, which is the newest once it is complete. If it is None, this
-    looks at all steps. `seen` is as in `newest_complete`. Raises OSError.
+    `committed` is the step that was committed just now, which is the newest once it is complete. If `committed` is
+    None, this looks at all steps. `seen` is as in `newest_complete`. Raises OSError.
     """
     last = None
     for _ in range(_TRACKER_LOOKS):
@@ -64,7 +64,7 @@ def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
     if tracked == last or not os.path.lexists(path):
         return
     if tracked is None:
-        logger.warning("%s does not name a step; loading the newest complete one, %d", path, last)
+        logger.warning("%s does not name a step; loading the newest complete step, %d", path, last)
     elif any(each.step == tracked and each.is_complete for each in tried):
         logger.warning(
             "%s names step %d, but the newest complete step is %d: loading the newest. Use load(step=%d) for the other",

@@ -55,12 +55,12 @@ _TRAINERS_ADVICE = (
     "Two trainers would delete each other's checkpoints: stop the other one, or give this one another root or role"
 )
 _BESIDE_TOOL = "It is a tool that writes a step: wait until it has ended"
-_TOOLS_ADVICE = "A tool does not write beside it: wait until it has ended, or name another folder to write to"
+_TOOLS_ADVICE = "No tool writes here meanwhile: wait until that process has ended, or name another folder to write to"
 
 # The seconds for which another trainer watches a damaged file before it takes the lock over. A power loss can damage
 # the file, because it is not synced. No trainer touches a damaged file, and a trainer that is just writing the file
-# (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were slower than this, it would
-# notice the loss before it commits.
+# (`claim_file`, on a file system without hard links) needs a moment, not minutes. A trainer that needs longer finds out
+# before its commit that it has lost the lock.
 TORN_LEASE_S = 5.0
 
 
@@ -107,8 +107,8 @@ class TrainerLock:
     Args:
         root: the folder of the steps.
         role: the role that this trainer saves.
-        mode: the mode of a root that has to be made, before the umask is applied. If it is None,
-            `access.top_mode(None)` gives the mode.
+        mode: the mode of a root that has to be made, before the umask is applied. None: the mode that
+            `access.top_mode(None)` returns.
         is_tool: True if a tool writes the role, not a trainer.
 
     Example:
@@ -233,7 +233,8 @@ class TrainerLock:
     def _why_foreign(self, what: str) -> str:
         return (
             f"{self._path}: {what}: it is the lock of another trainer, and belongs to {owner_of(self._path)}. Let that "
-            "user delete it if no training of his saves here any more, or give this one another root or role"
+            "user delete the file if no training of that user saves here any more, or give this training another "
+            "root or role"
         )
 
     def _content(self, generation: int) -> bytes:
@@ -314,14 +315,14 @@ class ToolLocks:
             try:
                 claim = read_claim(self._root / name)
             except PermissionError:
-                yield role  # the attempt to take its lock reports the holder
+                yield role  # taking the lock of this role raises the error that names its holder
                 continue
             if claim is not None and not claim.is_of_tool:
                 yield role
 
 
 def _patience_s() -> float:
-    # The lease and some margin, so that the lock of a trainer that died on another host is taken over.
+    # The wait is the lease and some margin, so that the lock of a trainer that died on another host is taken over.
     return TRAINER_LEASE_S + 2 * _LOOK_S
 
 
@@ -386,12 +387,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def read_claim(path: Path, content: bytes | None = None) -> Claim | None:
     """Returns the state of the lock file; None if it is missing or its content is not `content`. Raises OSError."""
     try:
-        # Open the file, because an NFS client asks the server for fresh times only then, and not for `stat` by name.
+        # Open the file, because an NFS client asks the server for fresh times only at an open, not at a `stat` by name.
         descriptor = open_regular(path)
     except FileNotFoundError:
         return None
     try:
-        # A lock file is short. If it is longer, it is damaged, and its first bytes are enough to notice that.
+        # A lock file is short. A longer file is damaged, and its first bytes are enough to notice that.
         claim = Claim(os.pread(descriptor, limits.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
     finally:
         os.close(descriptor)

@@ -15,7 +15,7 @@ from mcore_ckpt.steps.trainer_lock import Claim, read_claim
 
 
 class TrainerWatch:
-    """Watches the locks of a root's trainers from now on. If the root cannot be read, no trainer is seen."""
+    """Watches the locks of a root's trainers from now on. If the root cannot be read, the watch sees no trainer."""
 
     def __init__(self, root: Path) -> None:
         self._began = time.monotonic()

@@ -65,22 +65,23 @@ def open_together(
     Args:
         agreement: connects this rank with the other ranks that save, on the trainer's thread.
         topic: what is being saved, for messages.
-        role_dir: the role's folder. If it already holds a checkpoint, that one stays intact until the commit.
+        role_dir: the role's folder. If the folder already holds a checkpoint, that checkpoint stays intact until the
+            commit.
         busy: true if an earlier save is still under way on this rank.
         failure: the error of an earlier save on this rank that the trainer does not know yet, as `errors.to_record`
             returns it; None if there is none.
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
-        number: the id of the save, on all ranks; None for a new one. An id that is given names the round, so a rank may
-            skip the round.
+        number: the id of the save, on all ranks; None for a new one. If an id is given, the round is named after it, so
+            a rank may leave the round out.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
-            the folder, which is made meanwhile. `await_opening` raises the error if that fails.
+            the folder, which is made meanwhile. If the folder cannot be made, `await_opening` raises the error.
         skips: whether this save is skipped if an earlier one is under way. It is the same on all ranks.
 
     Raises:
         BusyError: an earlier save is still under way on some rank, and `skips` is false.
-        SkippedSave: the same, and `skips` is true.
+        SkippedSave: an earlier save is still under way on some rank, and `skips` is true.
         EarlierSaveError: an earlier save failed on some rank. All ranks raise it.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
@@ -237,7 +238,7 @@ def commit_together(
         topic: what is being saved, for messages.
         attempt: the result of `open_together`.
         write: writes this rank's files below the staging folder, durably, and returns a record for rank 0. If the ranks
-            might have different disks, it must call `check_seen` first, so that the error makes this round fail.
+            might have different disks, `write` must call `check_seen` first, so that the error makes this round fail.
         describe: runs on rank 0 and makes the manifest from the records of all ranks.
         after: runs on rank 0 once the checkpoint is in place, before the other ranks continue. It must not raise,
             because the checkpoint is committed even if, for instance, the tracker cannot be moved.
@@ -258,11 +259,11 @@ def commit_together(
         after()
 
     try:
-        # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name, because
-        # a rank that failed in `open_together` while the others did not misses this round and would count one less.
+        # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name: if
+        # `open_together` fails on one rank only, that rank misses this round, and its count would be one less.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except HungDiskError:
-        raise  # looking at the disk would hang, too
+        raise  # do not look at the disk, because that would hang, too
     except BaseException as error:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.

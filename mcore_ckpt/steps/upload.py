@@ -1,6 +1,6 @@
 """Uploads one committed checkpoint to a remote store: its files first, its manifest last.
 
-While a file is sent, its CRC is compared with the manifest. If they differ, the file is withdrawn before it is
+While a file is sent, its CRC is compared with the manifest. If the two differ, the file is withdrawn before it is
 complete. After a file has arrived, its size in the store is compared with the manifest, and its ETag or MD5, if the
 store tells one, with the checksum of the sent bytes. If the ETag is not an MD5 (encryption, other stores), the file is
 read back.
@@ -41,7 +41,8 @@ from mcore_ckpt.steps.worth import lack_of
 logger = logging.getLogger(__name__)
 
 # The ETag of an S3 object is the MD5 of its bytes. If the object was sent in parts, the ETag is the MD5 of the parts'
-# MD5s, and the number of parts. The ETag of an encrypted object is something else, so a different ETag proves nothing.
+# MD5s, and the number of parts. The ETag of an encrypted object is something else, so a different ETag does not show
+# that the bytes differ.
 _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 
 
@@ -147,7 +148,10 @@ class Upload:
             raise OSError(f"{self._store.url_of(key)}: has another CRC in the store than the bytes that were sent")
 
     def _crc_there(self, key: str, size: int) -> int:
-        """Reads a file back from the store once and returns its CRC. Needed if no checksum of the store matches."""
+        """Reads a file back from the store once and returns its CRC.
+
+        This is needed if no checksum of the store matches.
+        """
         crc = 0
         for start in range(0, size, tuning.UPLOAD_PART_BYTES):
             if self._stop.is_set():
@@ -184,7 +188,7 @@ def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | 
     try:
         space = store.space()
     except OSError:
-        return None  # sending the files will show what is wrong
+        return None  # sending the files will raise the error
     if space is None or not space.is_certain:
         return None
     amount = space.taken_by(need) - space.taken_by(overwritten)
@@ -201,7 +205,7 @@ def part_size(size: int) -> int:
 class SentBytes:
     """Computes the checksums of a file that is sent in parts, and compares them with the store's.
 
-    `with_md5`: whether the store reports the MD5 of the whole file. Computing it takes as much time as sending.
+    `with_md5`: whether the store reports the MD5 of the whole file. Computing the MD5 takes as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -278,7 +282,7 @@ def tidy_up(
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
-    """Pins or unpins a step in the store. The local pin is not enough, because its disk may be lost."""
+    """Pins or unpins a step in the store. A pin in the root is not enough, because the root's disk may be lost."""
     key = f"{file_names.step_name(step)}/{file_names.PINNED_FILE}"
     if stays:
         # The object is not empty, because some stores and their tools mistake an empty object for a folder.
@@ -291,7 +295,7 @@ def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:
     """Returns the folders of the attempts in one step that `load` no longer uses, for the role that was uploaded."""
     role = uploaded.role
     attempts = {*step.others.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
-    # In its own step, the attempt that was just uploaded stays. Its time may be earlier than that of another attempt if
-    # a clock was set back.
+    # In its own step, the attempt that was just uploaded stays. The time of this attempt may be earlier than the time
+    # of another attempt if a clock was set back.
     stays = uploaded.attempt if step.step == uploaded.step else step.found[role].attempt if role in step.found else None
     return [file_names.remote_dir(step.step, role, attempt) for attempt in sorted(attempts - {stays})]

@@ -3,15 +3,16 @@
 - Rank 0 alone, with a few threads, sends the files of all ranks. Its speed is limited by one node's network and one
   Python process (some hundred MB/s). But the ranks need not communicate: no rank can be late, dead or in another state,
   and nothing in training depends on the upload. If every node sent its files, each would call `Upload.run` for a part
-  of the files, and rank 0 would wait before `_check_all_there`. That is worth it once an upload takes longer than the
-  time between saves.
+  of the files, and rank 0 would wait before `_check_all_there`. This would be worth the effort if uploads took longer
+  than the time between saves.
 
 A role's commit starts its upload, on a thread that ends when it has no more work: neither training nor the next save
-waits. The thread uploads complete steps of the local root that `max_to_keep` would keep. They must be committed after
-the store's newest step, or committed by this process and not in the store yet. The newest step goes first, and a step
-that is committed meanwhile goes before those that still wait. So a store that is slower than the saves has gaps, but
-does not fall behind more and more. A step that is being uploaded has a mark (`.{role}.uploading-...`), so no process
-deletes it. Otherwise, with `max_to_keep=1`, a slow store would never get a whole step.
+waits. The thread uploads complete steps of the local root that `max_to_keep` would keep. These steps must have been
+committed after the store's newest step, or committed by this process and not in the store yet. The newest step goes
+first, and a step that is committed meanwhile goes before those that still wait. So a store that is slower than the
+saves has gaps, but does not fall behind more and more. A step that is being uploaded has a mark
+(`.{role}.uploading-...`), so no process deletes it. Otherwise, with `max_to_keep=1`, a slow store would never get a
+whole step.
 
 A request that fails is tried six times over half a minute. Then a warning is logged, and the upload is tried again
 behind the next commit, without the files that have arrived. A process that is killed leaves an attempt without a
@@ -55,8 +56,8 @@ logger = logging.getLogger(__name__)
 class UploadHandle(Handle[bool]):
     """The upload of one committed checkpoint, for the trainer. It ends only when the whole checkpoint is in the store.
 
-    Its `exception` says why the last try failed, or why the step is not uploaded at all. If the store failed, the
-    upload is tried again after the next commit.
+    The attribute `exception` says why the last try failed, or why the step is not uploaded at all. If the store failed,
+    the upload is tried again after the next commit.
 
     Attributes:
         nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
@@ -101,8 +102,8 @@ class UploadQueue:
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
         self._begun: dict[str, Upload] = {}  # by folder in the store; a failed upload continues where it was
-        self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
-        self._metrics: dict[int, Mapping[str, float]] = {}  # of the same steps
+        self._pins: dict[int, bool] = {}  # of local steps, and of steps that were local at the last upload
+        self._metrics: dict[int, Mapping[str, float]] = {}  # of the steps in `_pins`
         self._latest = -1
         self._asked = False
         self._warned = False
@@ -155,7 +156,10 @@ class UploadQueue:
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
-        """Waits like `wait`, then stops an upload that is still under way. The next run repeats that upload."""
+        """Waits like `wait`, then stops an upload that is still under way.
+
+        The next process of the training repeats that upload.
+        """
         if not self.wait(seconds):
             logger.warning(
                 "%s: an upload is still under way after %g s, and ends unfinished", self._remote.store.url, seconds
@@ -226,8 +230,8 @@ class UploadQueue:
     def _todo(self, there: list[RemoteStep]) -> list[int]:
         """Returns the steps to upload, the newest first.
 
-        They are the steps that this run has committed, and those that earlier runs have not uploaded: the complete
-        local steps that were committed after every step of this role in the store.
+        These are the steps that this process has committed, and steps that earlier processes have not uploaded: the
+        complete local steps that were committed after every step of this role in the store.
         """
         # The last commit first, until one has all its files.
         ours = sorted((each for each in there if self._role in each.committed), key=lambda each: -each.commit.number)
@@ -256,7 +260,7 @@ class UploadQueue:
                 if not _is_there(upload.manifest, there):
                     begun = self._begun.get(upload.key)
                     if begun is not None and begun.manifest.files == upload.manifest.files:
-                        upload = begun  # otherwise retention has removed the optimizer since
+                        upload = begun  # if it is another one, retention has removed the optimizer since
                     self._begun[upload.key] = upload
                     upload.run()
         except RemoteError as error:

@@ -32,7 +32,7 @@ def entries(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []  # retention of another process has just deleted it
     except PermissionError:
-        return []  # it belongs to somebody else, so nothing in it is ours
+        return []  # the folder belongs to another user, so nothing in it is ours
 
 
 def own_steps(root: Path) -> list[Path]:
@@ -48,7 +48,7 @@ def own_steps(root: Path) -> list[Path]:
 def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
     """Returns the staging, replaced and uploading folders of all steps, each with its parsed name.
 
-    They are in the step's folder, or next to it if the step's folder is also the folder of its only role.
+    These folders are in the step's folder, or next to it if the step's folder is also the folder of its only role.
     """
     found = [entry for of in results_of([root, *own_steps(root)], entries, tuning.LOOK_THREADS) for entry in of]
     parsed = [(entry, work) for entry in found if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -84,8 +84,8 @@ def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """True if the doctor that made a trial folder is dead.
 
-    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. Then the folder's age decides,
-    if `by_age` is True. Finding out the age takes a write.
+    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. In that case the folder's age
+    decides, if `by_age` is True. The age can be found out only by writing into the folder.
     """
     life = life_of(trial)
     if life not in (None, Life.UNKNOWN):

@@ -1,11 +1,11 @@
 """Determines what a step is worth: whole, only claimed by its manifests, or partial.
 
-A manifest is written last, so a step that has all manifests was whole once. Only a look at its files shows whether it
-still is: an interrupted copy may have the manifest but not yet the files in subfolders, and an interrupted deletion may
-leave the manifest. All code that loads, deletes, uploads or shows steps uses this module, for steps below a root, on
-nodes and in a store.
+A manifest is written last, so a step that has all manifests was whole once. Only a look at its files shows whether the
+step still is whole: an interrupted copy may have the manifest but not yet the files in subfolders, and an interrupted
+deletion may leave the manifest. All code that loads, deletes, uploads or shows steps uses this module, for steps below
+a root, on nodes and in a store.
 
-The look takes one listing of each folder and the sizes of the files. It reads no file but the manifest.
+The look takes one listing of each folder and the sizes of the files. No file but the manifest is read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Weighed:
 
     @property
     def is_of_other_run(self) -> bool:
-        """True if it has roles that belong to another run."""
+        """True if the step has roles that belong to another run."""
         return False
 
     @cached_property
@@ -120,7 +120,7 @@ class Weighed:
     def given_up(self) -> frozenset[str]:
         """The roles of a branch that another role has given up: that role has saved the step again, and they have not.
 
-        A role without a number, such as one of plain files, tells nothing.
+        A role without a commit number, such as one of plain files, is not compared.
         """
         commit = self.commit
         return frozenset(head.role for head in self.heads if head.commit and commit.has_given_up(head.commit.number))
@@ -131,7 +131,7 @@ class Weighed:
         return self.declared - self.committed | self.given_up
 
     def why_missing(self, verb: str) -> str:
-        """Says which roles are missing, and why. `verb` says what they have not done: "committed" or "uploaded"."""
+        """Says which roles are missing, and why. `verb` is "committed" or "uploaded"."""
         again, never = ", ".join(sorted(self.given_up)), ", ".join(sorted(self.missing - self.given_up))
         reasons = [f"not {verb} by {never}"] if never else []
         reasons += [f"not {verb} again by {again}, which is of a branch that was given up"] if again else []

@@ -159,7 +159,7 @@ def test_a_pin_is_seen_even_if_it_comes_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_living_trainer_of_any_role_excludes_a_tool(role: str, tmp_path: Path) -> None:
     file_names.trainer_file(tmp_path, role).write_text(json.dumps(asdict(ANOTHER)))
-    with pytest.raises(LockedError, match=r"is alive. A tool does not write beside it"):
+    with pytest.raises(LockedError, match=r"is alive. No tool writes here meanwhile"):
         write(tmp_path)
     dead = Owner(this_host(), ANOTHER.pid, ANOTHER.start + 1)
     file_names.trainer_file(tmp_path, role).write_text(json.dumps(asdict(dead)))

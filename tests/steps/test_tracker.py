@@ -54,7 +54,7 @@ def test_a_tracker_of_garbage_is_none(tmp_path: Path, content: bytes, caplog: py
     assert tracker.read_tracker(tmp_path) is None
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
     tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
-    assert "does not name a step; loading the newest complete one, 7" in caplog.text
+    assert "does not name a step; loading the newest complete step, 7" in caplog.text
     assert tracker.update_tracker(tmp_path) == 7
     assert (tmp_path / file_names.TRACKER_FILE).read_bytes() == b"7"
 
