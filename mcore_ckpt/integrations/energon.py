@@ -1,4 +1,4 @@
-"""For trainings that read their data with Megatron-Energon (7.4): the state of its loader as a data position.
+"""Converts the state of a Megatron-Energon loader (7.4) into a data position, and restores a loader from it.
 
 The state is stored as plain values with the names of Energon's classes. No pickle is made or read.
 
@@ -17,7 +17,7 @@ from typing import Any
 from mcore_ckpt import ShardedPosition
 from mcore_ckpt.errors import CheckpointMismatchError
 
-# The key that names the class of a stored value, and the classes, with their modules, that a worker's state has.
+# The key under which a stored value names its class, and the modules of all classes that a worker's state contains.
 _CLASS = "energon.class"
 _MODULES = {
     "SavableDatasetCheckpoint": "megatron.energon.savable_loader",
@@ -31,7 +31,7 @@ _MODULES = {
 def position_of(loader: Any) -> ShardedPosition:
     """Returns the position of a savable loader (`get_savable_loader`) on this rank.
 
-    A value in it that `extra_state` cannot have is refused by `save`, which names it.
+    If the position contains a value that `extra_state` cannot hold, `save` raises an error that names the value.
     """
     state = loader.save_state_rank()
     if state is None:  # a loader that has not begun
@@ -41,16 +41,18 @@ def position_of(loader: Any) -> ShardedPosition:
 
 
 def restore(loader: Any, position: ShardedPosition, rank: int | None = None, size: int | None = None) -> None:
-    """Restores a loader that has not begun. Its dataset must be made with the same parameters as the saved one.
+    """Restores a loader that has not begun.
+
+    The loader's dataset must be made with the same parameters as the dataset of the saved loader.
 
     Args:
         loader: the loader.
         position: the position, from the `extra_state` that `load` returns.
-        rank, size: the data-parallel rank, and the number of them; None for those of the load.
+        rank, size: this rank's number in the data-parallel group, and the group's size. None: those that `load` used.
 
     Raises:
-        CheckpointMismatchError: the states of all workers cannot be divided among so many ranks, or the loader has
-            another number of workers.
+        CheckpointMismatchError: the saved states of workers cannot be divided among `size` ranks, or the loader's
+            number of workers is not the number of states for this rank.
     """
     state = position.for_rank(rank, size)
     workers = state["workers"]
@@ -61,7 +63,7 @@ def restore(loader: Any, position: ShardedPosition, rank: int | None = None, siz
     if loader.num_workers != wanted:
         raise CheckpointMismatchError(
             f"{position.name} (energon): has the states of {wanted} workers for this rank, but the loader has "
-            f"{loader.num_workers}: make its WorkerConfig with {wanted}"
+            f"{loader.num_workers} workers: make the loader's WorkerConfig with {wanted} workers"
         )
     made = import_module("megatron.energon.savable_loader").SavableDataLoaderState(
         worker_states=[_object(worker) for worker in workers],
@@ -88,7 +90,10 @@ def _object(value: Any) -> Any:
     if kind is dict and _CLASS in value:
         name = value[_CLASS]
         if name not in _MODULES:
-            raise CheckpointMismatchError(f"a state of Energon has a {name}, which this mcore_ckpt does not know")
+            raise CheckpointMismatchError(
+                f"the saved state of an Energon loader has a {name}, which this version of mcore_ckpt does not know: "
+                "use the version that saved it, or a newer one"
+            )
         cls = getattr(import_module(_MODULES[name]), name)
         if "items" in value:
             return cls({key: _object(item) for key, item in value["items"].items()})

@@ -119,5 +119,5 @@ def test_classes_that_are_not_known(classes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=r"megatron\.energon\.savable_loader\.NewState"):
         stored(loader)
     position = ShardedPosition.of_energon([{"energon.class": "os.system"}], 0, 2)
-    with pytest.raises(CheckpointMismatchError, match="which this mcore_ckpt does not know"):
+    with pytest.raises(CheckpointMismatchError, match="which this version of mcore_ckpt does not know"):
         energon.restore(Loader(1), of_record(position.record, "data", 0, 1))

@@ -7,5 +7,5 @@
 - `loop`: saving and loading for loops like Megatron-LM's, with `arguments` (their options, by Megatron-LM's names),
   `resume` (which checkpoint such a loop resumes from) and `rerun` (the state of a step that is to be run again).
 
-An integration only translates its framework's words into these.
+An integration only translates its framework's options and calls into calls of these modules.
 """

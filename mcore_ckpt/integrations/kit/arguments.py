@@ -8,11 +8,12 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 
-# The other formats, torch and torch_dist, are not refused, but saves have this package's format.
+# The formats torch and torch_dist are accepted, but saves always have this package's format.
 _FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _PLAIN = (bool, int, float, str, type(None))
-# Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out. All others are None.
+# Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out. The default of every
+# other argument is None.
 _OFF = ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys((*_OFF, "async_save", "verify_integrity"), False),
@@ -36,8 +37,8 @@ class Arguments:
     def plain(self) -> dict[str, Any]:
         """Returns all arguments that are numbers, strings, booleans or None, or lists of these.
 
-        They are saved, because Megatron-LM compares some of them when it loads a checkpoint (`check_checkpoint_args`),
-        and `mcore-ckpt convert` makes such a checkpoint.
+        They are saved for `mcore-ckpt convert`: when Megatron-LM loads a converted checkpoint, it compares some saved
+        arguments with its own (`check_checkpoint_args`).
         """
         # `configure` takes any object, and one with `__slots__` has no `__dict__`.
         own = getattr(self._namespace, "__dict__", {})
@@ -79,9 +80,10 @@ class Arguments:
             )
         if self["non_persistent_ckpt_type"] is not None:
             raise UnsupportedError(
-                f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: non-persistent checkpoints "
-                "have no folder of their own here. Save just as often with args.async_save and configure(config="
-                "CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes each of them after the next commit"
+                f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: mcore_ckpt has no separate "
+                "folder for non-persistent checkpoints. Save just as often with args.async_save and "
+                "configure(config=CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes each checkpoint "
+                "after the next commit, except every keep_every-th step"
             )
 
 

@@ -1,4 +1,4 @@
-"""Refuses options that a framework cannot honour, and reads a framework's number of checkpoints that stay."""
+"""Refuses options that a framework cannot honour, and reads how many checkpoints a framework keeps."""
 
 from __future__ import annotations
 

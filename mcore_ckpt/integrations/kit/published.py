@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 def published_config(path: str | None, needed: bool) -> Any:
     """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
-    If `needed`, a config that cannot be read is an error, because the checkpoints also get a HuggingFace model.
-    Otherwise a warning is logged and None returned, because the model may have its own Python code.
+    If `needed` (the checkpoints also get a HuggingFace model), a config that cannot be read is an error. Otherwise a
+    warning is logged and None returned: a config that needs the model's own Python code cannot be read.
 
     Raises OSError, ValueError: the config is needed, and transformers cannot read it.
     """
@@ -25,7 +25,7 @@ def published_config(path: str | None, needed: bool) -> Any:
 
 
 def published_tokenizer(path: str | None) -> Any:
-    """Returns the tokenizer of a HuggingFace folder or model name; None, with a warning, if there is none to read."""
+    """Returns the tokenizer of a HuggingFace folder or model name; None if it cannot be read (logged)."""
     if not path:
         return None
     from transformers import AutoTokenizer
@@ -39,5 +39,7 @@ def _read(path: str, what: str, read: Callable[..., Any], needed: bool) -> Any:
     except (OSError, ValueError) as error:
         if needed:
             raise
-        logger.warning("%s: no HuggingFace %s is written beside the checkpoints: %s", path, what, error)
+        logger.warning(
+            "%s: the HuggingFace %s cannot be read, so the checkpoints will not contain it: %s", path, what, error
+        )
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import rerun_state_machine as machines
 
-# The named tuples, by the names that are stored. Their fields are plain values.
+# The classes of named tuples, by the names under which they are stored. Their fields are plain values.
 _TUPLES = {"Caller": machines.Caller, "Call": machines.Call}
 _ENUMS = {
     "RerunMode": machines.RerunMode,
@@ -20,7 +20,7 @@ _TAG = "class of megatron.core.rerun_state_machine"
 
 
 def read_rerun_state(data_iterator: Any) -> Any:
-    """Returns the state of a step that is to be run again; None if there is no such step, which is nearly always so.
+    """Returns the state of a step that is to be run again; None if there is no such step (the usual case).
 
     Args:
         data_iterator: the training's data iterator, or a list with one iterator for each virtual stage.

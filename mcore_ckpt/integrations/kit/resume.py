@@ -23,7 +23,7 @@ _RELEASE = "release"
 class Theirs:
     """A checkpoint in a framework's own format.
 
-    `state` is the state that all ranks share, in the form of `LoopCheckpoints.save`. The random number generators fit
+    `state` is the state that all ranks share, in the form of `LoopCheckpoints.save`. The saved random states belong to
     the parallel sizes `tp` and `pp`. `weights_alone` tells whether the checkpoint has only weights.
     """
 
@@ -46,7 +46,7 @@ def find(
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest is
-    wanted. `on_nodes` has the steps that the nodes of the fast tier have; only `step` if it is given.
+    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier; if `step` is given, at most this step.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -60,7 +60,10 @@ def find(
     named = next((folder for folder in (root, root / role) if (folder / MANIFEST_FILE).exists()), None)
     if named is not None:
         if step is not None and read_manifest(named).step != step:
-            raise CheckpointNotFoundError(f"{root}: is a checkpoint of step {read_manifest(named).step}, not of {step}")
+            raise CheckpointNotFoundError(
+                f"{root}: is a checkpoint of step {read_manifest(named).step}, not {step}: leave out the step, "
+                "or name the folder of all checkpoints"
+            )
         return {"path": str(named)}
     ours = sorted({*on_nodes, *(status.step for status in complete_steps(root) if role in status.committed)})
     theirs = find_theirs(root, step)
@@ -76,9 +79,9 @@ def find(
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
     """Finds the Megatron-LM checkpoint (format torch_dist) that the tracker names, or that is of a given step.
 
-    The root may also be the checkpoint's own folder, such as `iter_0000100`. Of Megatron-LM's folders, only the one
-    that the tracker names is known to be complete. If the caller gives a step or that folder, nothing checks whether
-    the checkpoint is complete.
+    The root may also be the checkpoint's own folder, such as `iter_0000100`. Only the folder that the tracker names is
+    known to be complete. If the caller gives a step or the checkpoint's own folder, nothing checks whether the
+    checkpoint is complete.
     """
     own = re.fullmatch(r"iter_(\d{7})|release", root.name)
     if own is not None and step is None and kind_of(root) == "torch_dist":
@@ -94,7 +97,8 @@ def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[],
 def read_megatron_checkpoint(path: Path) -> Theirs:
     """Reads the state that all ranks share. Never executes code in a file.
 
-    A released checkpoint has only weights, and training begins with them (`load_checkpoint` of core_r0.16 to main).
+    A released checkpoint has only weights, and training begins at iteration 0 with them (as Megatron-LM's
+    `load_checkpoint` does, core_r0.16 to main).
 
     Raises CheckpointCorruptError: a file is missing or damaged.
     """
@@ -123,7 +127,7 @@ def check_integrity(path: str) -> None:
     """Compares the files of a Megatron-LM checkpoint with the SHA-256 digests in it. Every rank calls it.
 
     Raises CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
-    UnsupportedError: this megatron-core, older than 0.17, cannot check digests.
+    UnsupportedError: this megatron-core cannot check digests, because it is older than 0.17.
     """
     from megatron.core.dist_checkpointing import validation
     from megatron.core.dist_checkpointing.core import CheckpointingException

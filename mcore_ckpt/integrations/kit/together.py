@@ -14,7 +14,7 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
     """Returns rank 0's answer on every rank, because ranks might see different states of a shared file system.
 
     Args:
-        name: a name for the meeting of the ranks.
+        name: a name for the rendezvous of the ranks.
         topic: what is being decided, for messages.
         question: JSON values, which must be the same on all ranks.
         answer: returns JSON values. Only rank 0 calls it, on another thread (see `io/disk_watch.py`), without torch's
@@ -30,7 +30,7 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
 def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: float) -> None:
     """Does this rank's part of the work, and returns when all ranks have done theirs. Every rank calls it.
 
-    The arguments are as in `decided_by_rank_0`. `work` waits for no other rank.
+    The arguments are as in `decided_by_rank_0`. `work` must not wait for another rank.
 
     Raises:
         CheckpointError: `work` raised it on some rank. All ranks raise the same error.

@@ -1,4 +1,4 @@
-"""Ready listeners: they bring the events of a CheckpointManager to logs, dashboards and traces.
+"""Ready-made listeners, which bring the events of a CheckpointManager to logs, dashboards and traces.
 
     CheckpointConfig(listeners=[LoggingListener(), PrometheusListener("/var/lib/node_exporter")])
 

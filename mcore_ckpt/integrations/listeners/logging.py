@@ -15,7 +15,7 @@ class LoggingListener:
 
     Args:
         logger: where to log. None: the logger `mcore_ckpt.events`.
-        level: the level of all events but failures.
+        level: the level of all events except failures.
 
     Example:
         >>> LoggingListener(level=logging.DEBUG)  # doctest: +ELLIPSIS
@@ -51,7 +51,7 @@ def _told(event: Event) -> str:
             during = f" in the phase {event.phases[-1].name!r}" if event.phases else ""
             return f"the {event.operation} has failed after {event.seconds:.3f} s{during}: {event.error.message}"
         case Loaded():
-            skipped = f", {len(event.skipped)} newer ones were skipped" if event.skipped else ""
+            skipped = f", {len(event.skipped)} newer checkpoints were skipped" if event.skipped else ""
             return f"loaded, {size_text(event.nbytes)} in {event.seconds:.3f} s{skipped}"
         case Deleted():
             where = " from the remote store" if event.place == "remote" else ""

@@ -20,7 +20,7 @@ except ImportError as error:
     ) from error
 
 _SCOPE = "mcore_ckpt"
-# OpenTelemetry's own boundaries are for milliseconds.
+# Boundaries of buckets. OpenTelemetry's defaults suit milliseconds, but durations here are in seconds.
 _SECONDS = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 _BYTES = tuple(float(10**power) for power in range(3, 14))
 
@@ -28,14 +28,15 @@ Attributes = dict[str, str | int | float]
 
 
 class OpenTelemetryListener:
-    """Records one span for each save, load, upload and deletion, with a child span for each phase, and metrics.
+    """Records metrics, and one span for each save, load, upload and deletion, with a child span for each phase.
 
     Spans are recorded when the work has ended, with the times at which it began and ended. Each span begins its own
     trace, because a save outlives the trainer's span in which it was called.
 
     Args:
-        tracer_provider: None: the global one, as `opentelemetry.trace.set_tracer_provider` has set it.
-        meter_provider: None: the global one.
+        tracer_provider: where spans go. None: the global provider, which `opentelemetry.trace.set_tracer_provider`
+            sets.
+        meter_provider: where metrics go. None: the global provider.
 
     Example:
         >>> listener = OpenTelemetryListener()
@@ -60,14 +61,14 @@ class OpenTelemetryListener:
             )
 
         self._durations = {
-            "save": duration("save", "From the call of a save to its commit or failure."),
-            "load": duration("load", "From the call of a load to its end."),
+            "save": duration("save", "Time from the call of a save to its commit or failure."),
+            "load": duration("load", "Time from the call of a load to its end."),
             "upload": duration("upload", "How long one try to upload a checkpoint took."),
             "delete": duration("delete", "How long the deletion of an old step took."),
         }
         self._sizes = {
-            "save": size("save", "What this rank wrote in a save."),
-            "load": size("load", "What this rank read in a load."),
+            "save": size("save", "Bytes that this rank wrote in a save."),
+            "load": size("load", "Bytes that this rank read in a load."),
             "upload": size("upload", "The size of an uploaded checkpoint's files."),
         }
         self._stall = duration("save.stall", "How long a save held up the training.")

@@ -4,7 +4,7 @@ Training jobs are hard to scrape: they have thousands of processes without fixed
 node already, and reads all files `*.prom` in the folder of `--collector.textfile.directory`.
 
 Each rank writes its own file, so that no two processes write the same file, and a dashboard shows which rank is slow. A
-rank has about 30 series. If that is too much for a large job, pass the listener on one rank of each node only.
+rank has about 30 series. If that is too much for a large job, pass the listener on only one rank of each node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrometheusListener:
             node need different names.
 
     Raises:
-        InvalidArgumentError: the folder does not exist.
+        InvalidArgumentError: the folder does not exist, or `run` contains a slash.
 
     Example:
         >>> PrometheusListener("/var/lib/node_exporter", run="llama-8b")  # doctest: +SKIP
@@ -75,12 +75,14 @@ class _Metrics:
         self._under_way = self._gauge("save_under_way", "1 while a save is under way, else 0.")
         self._stall_total = self._counter("save_stall_seconds", "How long saves have held up the training, in all.")
         self._bytes_total = self._counter("save_bytes", "Bytes that this rank has written in committed saves, in all.")
-        self._save_s = self._gauge("last_save_seconds", "From the call of the last committed save to its commit.")
+        self._save_s = self._gauge("last_save_seconds", "Time from the call of the last committed save to its commit.")
         self._stall_s = self._gauge("last_save_stall_seconds", "How long the last committed save held up the training.")
-        self._phase_s = self._gauge("last_save_phase_seconds", "What the last save's time was spent on.", ("phase",))
+        self._phase_s = self._gauge(
+            "last_save_phase_seconds", "How long each phase of the last committed save took.", ("phase",)
+        )
         self._save_bytes = self._gauge("last_save_bytes", "Bytes that this rank wrote in the last committed save.")
         self._step = self._gauge("last_committed_step", "The step that was committed last.")
-        self._committed = self._gauge("last_commit_timestamp_seconds", "When a checkpoint was committed last.")
+        self._committed = self._gauge("last_commit_timestamp_seconds", "When the last checkpoint was committed.")
         self._loads = self._counter("loads", "Loads that have ended.", ("outcome",))
         self._load_s = self._gauge("last_load_seconds", "How long the last successful load took.")
         self._load_bytes = self._gauge("last_load_bytes", "Bytes that this rank read in the last successful load.")
@@ -90,7 +92,8 @@ class _Metrics:
         self._upload_bytes = self._gauge("last_upload_bytes", "The size of the checkpoint that was uploaded last.")
         self._uploaded = self._gauge("last_uploaded_step", "The step that was uploaded last.")
         for counter in (self._saves, self._loads, self._uploads):
-            # Make the counters at 0 now. A counter that begins with 1 would have no increase that an alert could see.
+            # Create the counters now, with the value 0. A counter that begins with 1 would have no increase that an
+            # alert could see.
             for outcome in (_DONE, _FAILED):
                 counter.labels(**self._common, outcome=outcome)
         self._saves.labels(**self._common, outcome=_SKIPPED)
@@ -98,7 +101,7 @@ class _Metrics:
             self._deleted.labels(**self._common, place=place)
 
     def update(self, event: Event) -> None:
-        """Takes over the figures of one event."""
+        """Updates the metrics with the figures of one event."""
         match event:
             case Started():
                 self._begun.append(event.step)
@@ -132,7 +135,7 @@ class _Metrics:
                 self._count(self._uploads, _FAILED)
 
     def _ended(self, step: int | None) -> None:
-        """Notes that a save has ended. So have those that began before it, even if the event of one was dropped."""
+        """Notes that a save has ended. All earlier saves have ended, too, even if their last event was dropped."""
         while step in self._begun:
             self._begun.pop(0)
         self._set(self._under_way, 1 if self._begun else 0)

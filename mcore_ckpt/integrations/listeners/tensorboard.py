@@ -10,7 +10,7 @@ from mcore_ckpt.integrations.listeners.figures import scalars
 
 
 class Writer(Protocol):
-    """The methods of a SummaryWriter, torch's or tensorboardX's, that are used here."""
+    """The methods of a SummaryWriter (torch's or tensorboardX's) that are used here."""
 
     def add_scalar(
         self, tag: str, scalar_value: float, global_step: int | None = None, walltime: float | None = None
@@ -22,8 +22,8 @@ class Writer(Protocol):
 class TensorBoardListener:
     """Writes scalars named `mcore_ckpt/<role>/<figure>`, with the event's step and time.
 
-    Pass it on only one rank (`listeners=[...] if rank == 0 else []`), because the scalars have no rank in their names.
-    A trainer has its writer on one rank, too.
+    Pass the listener on only one rank (`listeners=[...] if rank == 0 else []`), because the scalars have no rank in
+    their names. A trainer, too, has its writer on only one rank.
 
     Args:
         writer: the trainer's SummaryWriter (torch's, tensorboardX's, or Megatron-LM's `get_tensorboard_writer()`), or
