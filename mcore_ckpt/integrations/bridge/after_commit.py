@@ -18,7 +18,7 @@ _EVENT = "on_checkpoint_save"
 
 @dataclass(frozen=True, eq=False)
 class AnnouncedSave:
-    """A save whose commit is to be announced: its handle, the step and the step's folder.
+    """A save whose commit will be announced: its handle, its step and the step's folder.
 
     `fire` fires Bridge's event on this rank; None if no callback listens to it.
     """
@@ -50,15 +50,14 @@ class Announcements:
         self._save: AnnouncedSave | None = None
 
     def follow(self, save: AnnouncedSave) -> None:
-        """Follows another save. The previous save must have ended."""
+        """Sets the save to announce next. The previous save must have ended."""
         self._save = save
 
     def tell(self, state: Any, has_ended: bool) -> None:
         """Announces the save if it has ended on all ranks.
 
-        Callbacks may communicate, so they are called on all ranks at the same time. If there are none, the ranks need
-        not agree, and nothing keeps a GPU waiting. `has_ended` is True if the caller knows that the save has ended on
-        all ranks.
+        Callbacks may communicate, so they are called on all ranks at the same time. Without callbacks the ranks need
+        not agree, so no GPU has to wait. `has_ended` is True if the caller knows that the save has ended on all ranks.
         """
         save = self._save
         if save is None or not (has_ended or (_all_ended(save) if save.fire is not None else save.handle.done)):

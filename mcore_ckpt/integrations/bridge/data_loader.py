@@ -2,7 +2,7 @@
 
 Bridge itself writes the state next to its checkpoints, in files that can belong to another iteration than the weights.
 The state is a pickle of Megatron Energon's classes, which Bridge reads without running other code
-(`energon_torch_load`). This package stores its bytes and never opens them.
+(`energon_torch_load`). This package stores the pickle's bytes and never unpickles them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from mcore_ckpt.checkpoint import megatron_dir
 from mcore_ckpt.errors import CheckpointMismatchError
 
 STATE = "bridge_data_loader"  # the key in the saved state
-# The key in Bridge's files, and the name of the state in the context that `setup` reads (0.5 and newer).
+# The key of the state in Bridge's files, and the key of the state's folder in the context that `setup` reads (0.5 and
+# newer).
 _FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
 
 
 def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
-    """Returns the state of Bridge's RerunDataIterator, or of a list of them; None if there is no state.
+    """Returns the state of the loader under Bridge's RerunDataIterator; None if there is none.
 
     `dp` is this rank's place in its data-parallel group, and the group's size.
     """
@@ -43,9 +44,11 @@ class HandedOver:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def write(self, state: Mapping[str, Any] | None, iteration: int, dp: tuple[int, int]) -> str | None:
-        """Returns the folder; None if the checkpoint has no state. The folder exists until the next call, or `remove`.
+        """Writes the state into a new folder and returns the folder; None if the checkpoint has no state.
 
-        Raises CheckpointMismatchError: the state belongs to another data-parallel size.
+        The folder exists until the next call of `write` or `remove`.
+
+        Raises CheckpointMismatchError: the state belongs to another data-parallel rank or size.
         """
         self.remove()
         if state is None:

@@ -1,4 +1,4 @@
-"""Config and tokenizer of the model that Megatron-Bridge's configuration names, for the checkpoints."""
+"""Reads the config of the model that Megatron-Bridge's configuration names, and writes Bridge's tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PublishedConfig:
         self._config: Any = None
 
     def get(self, cfg: Any, timeout_s: float) -> Any:
-        """Returns the config of the model that Bridge's configuration names; None if it names none.
+        """Returns the config of the model that Bridge's configuration names; None if the configuration names no model.
 
         Raises:
             RemoteError, InvalidArgumentError: a rank cannot read the config. All ranks raise the error, and the next
@@ -55,16 +55,16 @@ def _hf_source(cfg: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class BridgeTokenizer:
-    """A tokenizer of any kind that Bridge has, with the one method that a save calls.
+    """Wraps a tokenizer of Bridge, of any kind, and adds the one method that a save calls.
 
-    `config` is `cfg.tokenizer`, which names the files that the tokenizer was made of.
+    `config` is `cfg.tokenizer`, which names the files that the tokenizer was made from.
     """
 
     tokenizer: Any
     config: Any
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the files that Bridge's own checkpoints have. Rank 0 calls it. Bridge only logs errors."""
+        """Writes the files that Bridge's own checkpoints have. Rank 0 calls this. Bridge only logs its errors."""
         from megatron.bridge.training.checkpointing import save_tokenizer_assets
 
         save_tokenizer_assets(self.tokenizer, self.config, str(folder))

@@ -14,15 +14,15 @@ import torch
 
 from mcore_ckpt.state import optimizer_parts
 
-# The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) that maps a parameter to the one that is updated in its
-# place, and the dicts that map it to other copies. After a load, all these parameters have the values of the updated
-# one, each in its dtype.
+# Fields of HybridDeviceOptimizer (megatron-core 0.16 to 0.19): the dict that maps a parameter to the parameter that is
+# updated in its place, and the dicts that map the parameter to its other copies. After a load, all of them have the
+# values of the updated parameter, each in its own dtype.
 _UPDATED = "param_to_inner_param"
 _COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 
 
 class KeptMains:
-    """One copy in host memory of each parameter of the HybridDeviceOptimizers in an optimizer, right after a load."""
+    """Copies the parameters of the HybridDeviceOptimizers in an optimizer to host memory, right after a load."""
 
     def __init__(self, optimizer: Any) -> None:
         self._kept = [

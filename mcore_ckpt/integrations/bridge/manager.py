@@ -132,7 +132,7 @@ class McoreCheckpointManager:
             iteration, operations = self._stock.load(ctx)
             return iteration, operations
         if source is Source.PRETRAINED:
-            cfg.checkpoint.finetune = True  # as Bridge's load_checkpoint does, for code that reads it later
+            cfg.checkpoint.finetune = True  # as Bridge's load_checkpoint does, because other code of Bridge reads it
         args, config = arguments(cfg), _config(cfg)
         if source is Source.PRETRAINED:
             args["load"], args["ckpt_step"] = cfg.checkpoint.pretrained_checkpoint, None
@@ -157,10 +157,10 @@ class McoreCheckpointManager:
 
         Raises:
             UnsupportedError, CheckpointNotFoundError: a checkpoint cannot hold the model, or
-                `exit_on_missing_checkpoint` is set and there are no adapters. Only the first call raises them, because
-                the model was not known before.
-            CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
-                this method does not raise it, but the next save or load does.
+                `exit_on_missing_checkpoint` is set and no checkpoint has the run's adapters. Only the first call raises
+                these errors, because the model was not known before.
+            CheckpointError: the save that was under way failed. All ranks raise it. With `blocking` or `terminate` this
+                method raises it, otherwise the next save or load.
         """
         self._begin(state.cfg)
         self._restore_mains()
@@ -168,7 +168,7 @@ class McoreCheckpointManager:
         self._announcements.tell(state, has_ended=blocking or terminate)
         if terminate:
             self._handed_over.remove()
-            # Bridge's `setup` has started a process for its own asynchronous saves.
+            # This ends the process that Bridge's `setup` has started for its own asynchronous saves.
             self._stock.finalize_async_saves(state, blocking=True, terminate=True)
 
     def _begin(self, cfg: Any) -> None:

@@ -33,7 +33,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ckpt_format": (("torch_dist",), "the other formats are for FSDP, which is not supported"),
     "non_persistent_save_interval": ((None,), _OFTEN),
     "non_persistent_ckpt_type": ((None,), _OFTEN),
-    "replication": ((False,), "it is for checkpoints on local disks, and here all are on a disk that all nodes share"),
+    "replication": (
+        (False,),
+        "it is for checkpoints on local disks, but here all checkpoints are on a disk that all nodes share",
+    ),
     "load_main_params_from_ckpt": ((False,), "load_optim=True loads the main parameters"),
     "dist_ckpt_strictness": (
         ("assume_ok_unexpected", "log_unexpected", "raise_unexpected", "raise_all"),
@@ -55,7 +58,8 @@ def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
         if folder and "://" in str(folder):
             raise UnsupportedError(
                 f"checkpoint.{name} is {str(folder)!r}, which is not supported: checkpoints are on a disk that all "
-                "nodes share. Name a folder there, and copy what is elsewhere by other means"
+                "nodes share. Name a folder on such a disk, and copy checkpoints to or from other places by other "
+                "means"
             )
     if checkpoint.most_recent_k == 0:
         raise UnsupportedError(
@@ -93,7 +97,7 @@ def warn_of_retention(checkpoint: Any, config: CheckpointConfig) -> None:
         )
 
 
-# Bridge's fields that have Megatron-LM's names, and those that say the opposite of Megatron-LM's `no_...`.
+# Bridge's fields with Megatron-LM's names, and the fields that Megatron-LM has with the opposite meaning, as `no_...`.
 _SAME = ("save", "load", "ckpt_step", "exit_on_missing_checkpoint", "finetune", "async_save", "save_retain_interval")
 _OPPOSITE = ("load_optim", "load_rng", "save_optim", "save_rng")
 
@@ -131,13 +135,13 @@ def configure(
 
     Args:
         config: the options of this package. Bridge's options override `async_save`, `max_to_keep` and `keep_every`.
-            They can also remove the optimizer from the contents, add `hf_model` to the contents, and set `skip_frozen`
-            (in a run with adapters).
+            Bridge's options can also remove the optimizer from the contents, add `hf_model` to the contents, and set
+            `skip_frozen` (in a run with adapters).
         role: see CheckpointManager.
         hf_config: the transformers config to write into the checkpoints. None: the config of the model that Bridge
             names, if `also_save_hf_checkpoint` is set.
-        processing_class: the tokenizer to write into the checkpoints. None: Bridge's, if `save_tokenizer_assets` is
-            set.
+        processing_class: the tokenizer to write into the checkpoints. None: Bridge's tokenizer, if
+            `save_tokenizer_assets` is set.
 
     Raises UnsupportedError: `config` has a remote store or a fast tier.
 
@@ -147,8 +151,9 @@ def configure(
     global _settings
     if config is not None and config.remote is not None:
         raise UnsupportedError(
-            "CheckpointConfig.remote is set: Bridge asks for a load only if checkpoint.load has a checkpoint, so a run "
-            "on new machines would begin from scratch without a word. Leave it out, and copy the folder by other means"
+            "CheckpointConfig.remote is set: Bridge asks for a load only if checkpoint.load has a checkpoint, so a "
+            "run on new machines would begin from scratch without a warning. Leave remote out, and copy the folder by "
+            "other means"
         )
     if config is not None:
         refuse_fast(config, "CheckpointConfig", "Bridge asks for a load only if checkpoint.load has a checkpoint")

@@ -18,13 +18,13 @@ from mcore_ckpt.steps import move_tracker, newest_complete, read_tracker
 _TOPIC = "finding a checkpoint"
 # The options that require a checkpoint in `load`.
 _NEEDED = ("ckpt_step", "exit_on_missing_checkpoint")
-# Bridge's tracker, which Bridge prefers to Megatron-LM's. It has the counters of the newest checkpoint in Bridge's
-# format.
+# Bridge's tracker, which Bridge prefers to Megatron-LM's. The file has the counters of the newest checkpoint in
+# Bridge's format.
 _TRACKER = "latest_train_state.pt"
 
 
 class Source(Enum):
-    """Where a run resumes from."""
+    """Which checkpoint a run resumes from."""
 
     OURS = "load"  # a step of ours in checkpoint.load
     PRETRAINED = "pretrained_checkpoint"  # a step of ours in checkpoint.pretrained_checkpoint, only for its weights
@@ -35,8 +35,8 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
     """Makes sure that Bridge asks for a load if there is a checkpoint. Every rank calls it, before `setup` asks.
 
     Bridge calls the manager only if it sees a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and
-    otherwise begins from scratch without a word. A crash between the commit of the first step and the tracker leaves no
-    tracker.
+    otherwise begins from scratch without a warning. After a crash between the commit of the first step and the writing
+    of the tracker, there is no tracker, so this function writes the tracker.
 
     Raises:
         InvalidArgumentError: an option names one checkpoint instead of the folder of all checkpoints.
@@ -50,8 +50,8 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
             if given:
                 _refuse_one_checkpoint(name, Path(given), role)
                 _complete_tracker(Path(given))
-        # Bridge takes the weights from `pretrained_checkpoint` if `load` has no checkpoint. But `ckpt_step` is a step
-        # in `load`.
+        # If `load` has no checkpoint, Bridge takes the weights from `pretrained_checkpoint`. It does not if `ckpt_step`
+        # is set, because that step must be in `load`.
         fallback = checkpoint.pretrained_checkpoint
         if checkpoint.ckpt_step is not None or not (fallback and _has_checkpoint(Path(fallback))):
             _check_not_missing(checkpoint)
@@ -62,7 +62,7 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
 def check_adapters_findable(checkpoint: Any, timeout_s: float) -> None:
     """Checks again for a missing checkpoint, once it is known that the run has adapters. Every rank calls it.
 
-    Adapters are only in `load`: Bridge itself has taken the base model from `pretrained_checkpoint`.
+    The adapters must be in `load`, because Bridge takes only the base model from `pretrained_checkpoint`.
 
     Raises CheckpointNotFoundError, AgreementError: see `check_findable`.
     """
@@ -101,7 +101,7 @@ def _is_asked(value: Any) -> bool:
 
 
 def _has_checkpoint(root: Path) -> bool:
-    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if that has a HuggingFace model."""
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if it has a HuggingFace model."""
     from megatron.bridge.training.utils import checkpoint_utils
 
     is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)
@@ -156,4 +156,6 @@ def _tracked(root: Path) -> int | None:
     try:
         return int(load_safely(path, str(path))["step"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{path}: names no iteration ({error}): remove it to resume without it") from None
+        raise CheckpointCorruptError(
+            f"{path}: names no iteration ({error}): remove this file to resume without it"
+        ) from None

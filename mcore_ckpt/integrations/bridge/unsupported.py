@@ -10,12 +10,12 @@ from megatron.core.utils import unwrap_model
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.megatron.refusals import check_groups
 
-# Bridge interleaves gate and up of layers with these options, and saves them one after the other (0.6.2,
-# `_get_model_glu_...`).
+# With these options, Bridge interleaves the rows of gate and up in the model, but saves gate and up one after the other
+# (0.6.2, `_get_model_glu_...`).
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 
 _NO_MODELOPT = (
-    "ModelOpt's own state is not in the checkpoints here, so a run could not resume from them. Leave out "
+    "mcore_ckpt does not save ModelOpt's own state, so a run could not resume. Leave out "
     "checkpoint.custom_manager_class"
 )
 
@@ -28,8 +28,8 @@ def refuse_model(config: Any) -> None:
     for name in _INTERLEAVED:
         if getattr(model, name, None) is not None:
             raise UnsupportedError(
-                f"model.{name} is {getattr(model, name)}: the rows of such layers are not in the order that their "
-                "names say, which is not supported: leave it out"
+                f"model.{name} is {getattr(model, name)}: this interleaves the rows of gate and up, which is not "
+                "supported: leave it out"
             )
 
 
