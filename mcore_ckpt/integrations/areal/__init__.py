@@ -1,4 +1,4 @@
-"""Checkpoints for AReaL (1.0.4) that keep weights and data position of a step together. See docs/integrations.md."""
+"""Checkpoints for AReaL (1.0.4): weights and data position of a step are saved together. See docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if find_spec("areal") is None:
     )
 
 
-# The names are imported on first use, because AReaL's controllers do not need the engines, whose import takes seconds.
+# The names are imported on first use: the import of the engines takes seconds, and controllers do not need them.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -19,7 +19,7 @@ from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
-# The role of a checkpoint in a folder that is not part of a step. AReaL gives a single engine this name.
+# The role of a checkpoint in a folder that is not part of a step. It is AReaL's name for a single engine.
 SINGLE_ROLE = "default"
 
 
@@ -38,19 +38,19 @@ def _place(local_path: str | Path) -> _Place:
     step = parse_step(path.parent.name)
     if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
-    # A folder that is not part of a step gets the number 0, because SaveLoadMeta has no number. It is committed just as
-    # safely, but no listing of steps contains it.
+    # A folder that is not part of a step gets the step number 0, because SaveLoadMeta has no number. The save commits
+    # this folder in the same way, but no listing of steps contains it.
     return _Place(path, path.parent, SINGLE_ROLE, 0)
 
 
 class Checkpointer:
     """Saves and loads one engine. Every rank of the engine makes a Checkpointer, and all ranks call the same methods.
 
-    A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. Any other folder is committed just as safely,
-    and replaces an older folder at the same path.
+    A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. A save to any other path is committed in the
+    same way, and replaces an older folder there.
 
-    The arguments are the engine's own, as in CheckpointManager. In the config, `save_contents` and `load_contents` have
-    no effect, because each call gives the contents.
+    The arguments are the engine's own, as in CheckpointManager. The config's `save_contents` and `load_contents` have
+    no effect, because each call names the contents.
 
     Raises InvalidArgumentError: the config has rules of retention, although the RecoverHandler decides which
     steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
@@ -81,9 +81,7 @@ class Checkpointer:
         for field in ("max_to_keep", "keep_every", "keep_best", "keep_for", "optimizer_for_last", "remote", "roles"):
             if getattr(self._config, field) not in (None, ()):
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
-        refuse_fast(
-            self._config, "checkpoint_config", "AReaL's RecoverHandler writes one role of each step only to the root"
-        )
+        refuse_fast(self._config, "checkpoint_config", "AReaL's RecoverHandler writes recover_info only to the root")
         refuse_skip(self._config, "checkpoint_config", "AReaL's RecoverHandler waits for a step of all engines")
         self._saving = KeptManager()
         self._export: HfExport | None = None
@@ -136,7 +134,7 @@ class Checkpointer:
             wait: True waits until the folder is there. False waits only until the model may change again.
 
         Raises:
-            UnsupportedError: there is no table for this architecture. Nothing has been done.
+            UnsupportedError: there is no table for this architecture. Nothing was exported.
             CheckpointError: this export or the previous one failed.
         """
         enable_loggers()

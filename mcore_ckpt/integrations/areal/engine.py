@@ -27,7 +27,7 @@ _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)
 
-# A value of `SaveLoadMeta.weight_format`. Our Saver has no other field by which it could request an async export from
+# A value of `SaveLoadMeta.weight_format`. Our Saver requests an async export with it, because no other field reaches
 # workers in other processes.
 HF_ASYNC = "hf_async"
 
@@ -45,8 +45,8 @@ class CheckpointedEngine(_Engine):
 
     def _create_optimizer(self, ft_spec: FinetuneSpec) -> None:
         super()._create_optimizer(ft_spec)
-        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model). AReaL makes none
-        # for an engine with adapters either, because AReaL's checkpointer needs a distributed optimizer. Ours does not.
+        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model). But make one for an
+        # engine with adapters: AReaL does not, because its own checkpointer needs a distributed optimizer.
         has_adapters = self.config.use_lora and self.optimizer is not None
         if self.checkpointer is not None or has_adapters:
             config = dataclasses.replace(self.checkpoint_config, async_save=self.mcore_config.async_save)
@@ -68,7 +68,7 @@ class CheckpointedEngine(_Engine):
             super().save(meta)
             return
         stock = dataclasses.replace(meta, weight_format="hf")
-        # AReaL's engine handles these cases. It writes adapters with Megatron-Bridge.
+        # AReaL's engine handles these cases. For adapters, the engine uses Megatron-Bridge.
         if meta.with_optim or self.config.use_lora or not isinstance(self.checkpointer, Checkpointer):
             super().save(stock)
             return

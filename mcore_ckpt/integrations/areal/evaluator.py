@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Evaluator(areal.Evaluator):
-    """An Evaluator with AReaL's configuration and calls. Every rank makes one. The constructor waits for all ranks."""
+    """An Evaluator with AReaL's configuration and methods.
+
+    Every rank makes one. The constructor waits for the other ranks.
+    """
 
     def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:
         self.config = config
@@ -33,7 +36,7 @@ class Evaluator(areal.Evaluator):
         return self._schedule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues counting from these counters. The frequency comes from the present config.
+        """Continues counting from saved counters. The frequency is that of the current config.
 
         Raises ValueError if the counters are invalid.
         """

@@ -1,4 +1,4 @@
-"""Exports a HuggingFace folder, which appears once it is complete, under exactly the name that AReaL documents."""
+"""Exports a HuggingFace folder under exactly the name that AReaL documents. The folder appears once it is complete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mcore_ckpt.steps import remove_sibling_leftovers
 
 logger = logging.getLogger(__name__)
 
-# Hidden folders of an export. `export` is saved, but not yet moved. `replaced` is an older export that was moved aside.
-# `export.staging-...` is still being saved.
+# Hidden folders of an export, by the end of their names: `export.staging-...` is being saved; `export` is saved, but
+# not yet moved into place; `replaced` is an older export that was moved aside.
 _HIDDEN = re.compile(
     r"\.{1,2}(?P<name>epoch\d+epochstep\d+globalstep\d+)\.(?P<what>export|replaced|export\.staging-.*)"
 )
@@ -52,7 +52,7 @@ class HfExport:
             manager.close()
             raise
         if is_first:
-            # Not a daemon thread, so that the process does not exit before the export is in place.
+            # The thread is no daemon, so that the process does not exit before the export is in place.
             self._mover = threading.Thread(target=self._move_when_saved, name="mcore_ckpt export")
             self._mover.start()
 
@@ -81,7 +81,7 @@ class HfExport:
 
 
 def _finish_earlier(root: Path) -> None:
-    """Finishes or removes exports that dead processes left below a folder. A process does so once for each folder."""
+    """Finishes or removes exports that dead processes left below a folder. A process does this once for a folder."""
     if root in _looked_at:
         return
     _looked_at.add(root)
@@ -103,13 +103,15 @@ def _finish(entry: Path, what: str, path: Path) -> None:
         os.rename(entry, path)
         return
     if what == "export" and (entry / HUGGINGFACE_DIR).is_dir():
-        logger.warning("%s: the export was interrupted after it was complete, and is put in place now", path)
+        logger.warning(
+            "%s: this export was complete, but not yet in place when its process died: putting it in place now", path
+        )
         _put(entry / HUGGINGFACE_DIR, path)
     shutil.rmtree(entry, ignore_errors=True)
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a folder into place. An older folder is removed as a whole, so that weights of two models never mix."""
+    """Moves a folder into place. An older folder is first removed as a whole, so that weights never mix."""
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

@@ -10,7 +10,7 @@ def enable_loggers() -> None:
     """Enables the loggers of this package again.
 
     AReaL (1.0.4, `areal.utils.logging.getLogger`) disables all existing loggers whenever it makes a new one. Without
-    this call nobody would see the warnings that a checkpoint was skipped or that none was found.
+    this call, warnings (that a checkpoint was skipped, or that none was found) would not be logged.
     """
     for name, module in list(sys.modules.items()):
         logger = getattr(module, "logger", None) if name.startswith("mcore_ckpt.") else None

@@ -36,18 +36,18 @@ _OFF = ("off", "disabled")
 
 
 class RecoverHandler(areal.RecoverHandler):
-    """Saves the weights of all engines and recover_info as one step. Loads only steps that have all of these.
+    """Saves the weights of all engines and recover_info as one step. Loads only complete steps.
 
-    The configuration and the calls are those of AReaL's RecoverHandler.
+    Has the configuration and the methods of AReaL's RecoverHandler.
 
     Args:
-        config: AReaL's configuration. After a restart its present frequencies apply, not the saved ones.
+        config: AReaL's configuration. After a restart, the frequencies in this configuration apply, not the saved ones.
         ft_spec: AReaL's FinetuneSpec.
-        keep: how many complete steps stay on disk. If there is more than one, `load` can skip a damaged step.
+        keep: how many complete steps stay on disk. With 2 or more, `load` can skip a damaged step.
         others: further engines for `load` to load. AReaL's PPOTrainer saves its critic, but passes only its actor to
             `load`.
         timeout_s: how long any wait for another rank may take, in seconds.
-        shared_with_group: as in CheckpointConfig, for a root that has to be made.
+        shared_with_group: as in CheckpointConfig, for a root that this handler makes.
 
     Raises ValueError: a frequency is not above 0.
     """
@@ -85,10 +85,10 @@ class RecoverHandler(areal.RecoverHandler):
     ) -> None:
         """Saves a step if a save is due. The step is complete once the last engine has committed.
 
-        With async saves that happens in the background.
+        With async saves, the commits follow in the background after this method returns.
 
         Raises:
-            UnsupportedError: an engine is not ours. Nothing has been saved.
+            UnsupportedError: an engine is not a CheckpointedEngine. Nothing was saved.
             CheckpointError: an engine could not save, or `RecoverySteps.open` failed. The previous step stays.
         """
         enable_loggers()
@@ -148,9 +148,9 @@ class RecoverHandler(areal.RecoverHandler):
         no step was ever completed here (`RecoverySteps.find`).
 
         Raises:
-            CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing has changed.
+            CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing was loaded.
             CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
-            CheckpointMismatchError: the step is intact, but belongs to another model.
+            CheckpointMismatchError: a step is intact, but belongs to another model.
         """
         enable_loggers()
         if self.config.mode in _OFF:
@@ -194,7 +194,7 @@ class RecoverHandler(areal.RecoverHandler):
                     for name, each in engines.items():
                         retried(partial(self._load_engine, each, step, name), retries)
                 except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                    logger.warning("step %d cannot be recovered from: %s", step.step, error)
+                    logger.warning("step %d cannot be loaded: %s", step.step, error)
                     reasons.append(str(error))
                     continue
                 self._continue_from(step, engines)
@@ -217,17 +217,17 @@ class RecoverHandler(areal.RecoverHandler):
             engine.load(self._to_load(step.role_dir(name)))
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # an error of an engine in another process arrives as text
+        except Exception as error:  # errors of engines in other processes arrive as text
             raise CheckpointError(
                 f"{step.role_dir(name)}: the engine could not load this checkpoint: {error}. To continue from an older "
-                f"step, if {step.path.parent} has one, move {step.path.name} away"
+                f"step, move {step.path.name} out of {step.path.parent}"
             ) from error
 
     def _to_load(self, path: Path) -> SaveLoadMeta:
         return SaveLoadMeta(path=str(path), weight_format="dcp", with_optim=not self.config.no_load_optim)
 
     def _read(self, read: Callable[[int], Progress]) -> Progress:
-        """Returns what `read` returns for this rank. An error on one rank is raised on all of them."""
+        """Returns what `read` returns for this rank. If `read` raises on one rank, all ranks raise."""
         agreement = self._steps.agreement
         found: list[Progress] = []
 
@@ -239,13 +239,13 @@ class RecoverHandler(areal.RecoverHandler):
         return found[-1]
 
     def _has_stock_files(self) -> bool:
-        topic = "looking for what AReaL has saved"
+        topic = "looking for AReaL's own recovery files"
         return bool(agree(self._steps.agreement, topic, {}, lambda: {"found": stock_files.found(self._root)})["found"])
 
     def _load_stock(self, engines: Mapping[str, Any]) -> Progress:
-        """Loads the files that AReaL itself saved, to continue the run here."""
+        """Loads AReaL's own recovery files, to continue the run with our checkpoints."""
         progress = self._read(partial(stock_files.read_stock, self._root))
-        logger.warning("%s: continuing from what AReaL itself saved", self._root)
+        logger.warning("%s: continuing from AReaL's own recovery files", self._root)
         for name, each in engines.items():
             path = areal.Saver.get_recover_checkpoint_path(
                 self.config.experiment_name, self.config.trial_name, self.config.fileroot, name=name
@@ -276,6 +276,7 @@ def _refuse_others(engines: Mapping[str, Any]) -> None:
     others = [f"{name} ({type(engine).__name__})" for name, engine in engines.items() if not is_checkpointed(engine)]
     if others:
         raise UnsupportedError(
-            f"{', '.join(others)}: not an engine of mcore_ckpt.integrations.areal, so training could not recover from "
-            "what it saves: use an engine of that module, or AReaL's own RecoverHandler"
+            f"{', '.join(others)}: this engine is not from mcore_ckpt.integrations.areal, so training could not "
+            "recover from its checkpoints: use an engine of mcore_ckpt.integrations.areal, or AReaL's own "
+            "RecoverHandler"
         )

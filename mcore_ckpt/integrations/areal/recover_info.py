@@ -21,7 +21,7 @@ from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
-# The size in bytes of the largest JSON file or pickle of AReaL's that is read into memory.
+# The largest size, in bytes, of a JSON file, or of a pickle of AReaL's, that is read into memory.
 JSON_BYTES = 256 << 20
 JSON_FILES = {
     "step": STEP_FILE,
@@ -53,12 +53,15 @@ class Progress:
 
 
 def dataloader_file(rank: int, world: int) -> str:
-    """Returns the file of one rank's data loader state. Each rank has a file, because the positions can differ."""
+    """Returns the name of the file that has one rank's data loader state.
+
+    Each rank has a file, because the positions can differ.
+    """
     return "dataloader_info.pt" if world == 1 else f"dataloader_info_{rank:05d}.pt"
 
 
 def encode(progress: Progress, rank: int) -> dict[str, bytes]:
-    """Returns the contents of the JSON files, by file name. Raises UnsupportedError for values that JSON lacks."""
+    """Returns the contents of the JSON files, by file name. Raises UnsupportedError if JSON cannot store a value."""
     encoded = {}
     for field, name in JSON_FILES.items():
         try:
@@ -113,7 +116,7 @@ def write(
 
 
 def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
-    """Calls a function, and returns a function that returns or raises the same."""
+    """Calls a function now. Returns a function that returns this call's result, or raises its error."""
     failures: list[Exception] = []
     try:
         progress = read_progress()
@@ -131,22 +134,22 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 def read(folder: Path, rank: int) -> Progress:
     """Reads what `write` committed, and checks every file's size and CRC.
 
-    If fewer ranks saved, the rank gets the data loader state of rank `rank % saved ranks`.
+    If fewer ranks saved than load, this rank gets the data loader state of rank `rank % saved ranks`.
 
     Raises:
         CheckpointNotFoundError: nothing is committed there.
-        CheckpointCorruptError: a file is missing, damaged, or has other contents than its name says.
+        CheckpointCorruptError: a file is missing or damaged, or its contents do not fit its name.
     """
     role = RoleReader(folder)
     values = {field: parse_json(role.read(name, JSON_BYTES), folder / name) for field, name in JSON_FILES.items()}
     name = dataloader_file(rank % role.world_size, role.world_size)
     state = role.read_values(name)
     if "dataloader" not in state:
-        raise CheckpointCorruptError(f"{folder / name}: holds no state of a data loader")
+        raise CheckpointCorruptError(f"{folder / name}: has no state of a data loader")
     check_step(values["step"], folder / STEP_FILE)
     if values["step"]["global_step"] != role.manifest.step:
         raise CheckpointCorruptError(
-            f"{folder / STEP_FILE}: is of another step than the manifest, which is of step {role.manifest.step}"
+            f"{folder / STEP_FILE}: belongs to another step than the manifest, which is of step {role.manifest.step}"
         )
     try:
         return Progress(**values, dataloader=from_stored(state["dataloader"]))

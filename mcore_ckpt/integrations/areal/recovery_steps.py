@@ -8,7 +8,7 @@
         └── default/  critic/  ...              one folder for each engine
 
 A step is complete once all its roles are committed, in any order and by any process. So new weights are never paired
-with an old data position, and nothing has to wait for a save that runs in the background.
+with an old data position, and training does not have to wait for saves in the background.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryStep:
-    """A step that the training saves, or that it can recover from: its number and its folder."""
+    """The number and the folder of a step that the training saves, or from which it can recover."""
 
     step: int
     path: Path
@@ -56,7 +56,7 @@ class RecoveryStep:
 
 
 class RecoverySteps:
-    """Saves, finds and deletes the steps below one root that a training can recover from.
+    """Saves, finds and deletes the recovery steps below one root.
 
     Every rank that runs the trainer makes such an object, and calls its methods. The constructor waits for the other
     ranks.
@@ -65,7 +65,7 @@ class RecoverySteps:
         root: the folder of the steps.
         keep: how many complete steps stay.
         timeout_s: how long any wait for another rank may take, in seconds.
-        shared: whether the group may enter a root that has to be made (`CheckpointConfig.shared_with_group`).
+        shared: whether the user group may enter a root that this object makes (`CheckpointConfig.shared_with_group`).
 
     Attributes:
         agreement: connects this rank with the other ranks that run the trainer.
@@ -103,8 +103,8 @@ class RecoverySteps:
 
         Raises:
             CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the
-                steps of two runs would mix. Or the step is older than the current one. In both cases nothing has been
-                changed. Or the step is pinned.
+                steps of two runs would mix; or the step is older than the current one; or the step is pinned. Nothing
+                was saved.
             CommitError, UnsupportedError: recover_info could not be saved. Earlier steps stay complete.
         """
         folder = step_dir(self._root, step)
@@ -113,7 +113,7 @@ class RecoverySteps:
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Only logs errors of the disk, so that no save fails."""
+        """Deletes older steps if the current one is complete. Logs errors of the disk, and never raises them."""
         if self.agreement.is_coordinator and (current := self.current) is not None:
             try:
                 self.agreement.runner.run(lambda: self._delete_old(current))
@@ -121,9 +121,9 @@ class RecoverySteps:
                 logger.warning("%s: old steps could not be deleted: %s", self._root, error)
 
     def _prepare(self, step: int) -> None:
-        """Runs on rank 0 before a save: takes the lock, and removes the remains of an earlier attempt at this step."""
+        """Runs on rank 0 before a save: takes the lock, and removes leftovers and any older folder of this step."""
         self._lock.take(self._timeout_s / 2)
-        # A step that lacks files counts, too: it may be mended, so the training must not begin anew.
+        # A step with missing files counts, too: a user may restore the files, so the training must not begin anew.
         there = [status.step for status in list_steps(self._root) if status.is_claimed]
         if self.current is None and there:
             raise CheckpointError(
@@ -134,7 +134,7 @@ class RecoverySteps:
             raise CheckpointError(
                 f"{self._root}: this training continued from step {self.current}, and is about to save step {step}. A "
                 "restart would then load the newer step, which is not part of this training. Save to another folder, "
-                "or move the newer step away"
+                "or move the newer step out of this folder"
             )
         if not self._has_saved:
             remove_leftovers(self._root, INFO_ROLE, alone=True)
@@ -142,27 +142,30 @@ class RecoverySteps:
         for path in step_dirs(self._root).get(step, []):
             if (path / PINNED_FILE).exists():
                 raise CheckpointError(
-                    f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
+                    f"{path}: is pinned, but training is about to save this step again: unpin it, or move it to "
+                    "another folder"
                 )
             check_own_step(path)
-            logger.warning("%s: removing what an earlier run left of step %d", path, step)
+            logger.warning("%s: removing what an earlier run has left of step %d", path, step)
             discard_step(path)
 
     def _delete_old(self, step: int) -> None:
         statuses = list_steps(self._root)
         if not any(status.step == step and status.is_complete for status in statuses):
-            return  # it is still being saved
+            return  # the current step is still being saved
         for status in statuses:
             if status.step > step and status.is_claimed and not status.pinned:
                 logger.warning(
-                    "%s: deleting it, because training continued from an older step, to step %d", status.path, step
+                    "%s: deleting this step, because training went back to an older step, and has now saved step %d",
+                    status.path,
+                    step,
                 )
                 delete_step(status)
         delete_old_steps(self._root, self._policy, step)
         self._copy_step_file(step)
 
     def _copy_step_file(self, step: int) -> None:
-        """Copies the step's step_info.json into the root, where AReaL's documents say it is."""
+        """Copies the step's step_info.json into the root, because AReaL's documents say that it is there."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
         source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE
@@ -181,7 +184,7 @@ def nothing_loaded(steps: Sequence[RecoveryStep], reasons: Sequence[str]) -> Che
     listed = "".join(f"\n  tried: {reason}" for reason in reasons)
     return CheckpointCorruptError(
         f"{steps[0].path.parent}: no step can be loaded, and the engines may now hold parts of several steps, so "
-        f"training must not continue. To start from the beginning, move the folder away{listed}"
+        f"training must not continue. To start from the beginning, move this folder to another place{listed}"
     )
 
 
@@ -190,7 +193,7 @@ def _resumable(root: Path, roles: Sequence[str]) -> list[StepStatus]:
         return resumable_steps(root, roles)
     except CheckpointNotFoundError:
         statuses = list_steps(root)
-        # The first complete step writes the tracker. Without a tracker, no save was ever completed.
+        # The tracker is written with the first complete step. Without a tracker, no save was ever completed.
         if os.path.lexists(root / TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
             raise
         reasons = "".join(f"\n  {status.reason}" for status in statuses)

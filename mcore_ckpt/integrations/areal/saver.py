@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def export_name(epoch: int, step: int, global_step: int) -> str:
-    """Returns the folder name of one export. AReaL's `Saver.get_model_save_path` would also make the empty folder."""
+    """Returns the folder name of one export. (AReaL's `Saver.get_model_save_path` would also make an empty folder.)"""
     return f"epoch{epoch}epochstep{step}globalstep{global_step}"
 
 
 class Saver(areal.Saver):
-    """Exports models when they are due, with the configuration, paths and calls of AReaL's Saver.
+    """Exports models when exports are due. Has the configuration, paths and methods of AReaL's Saver.
 
-    Every rank makes a Saver. The constructor waits for the other ranks. Each role has its own schedule. A folder
-    appears once it is complete.
+    Every rank makes a Saver. The constructor waits for the other ranks. Each role has its own schedule. The folder of
+    an export appears once it is complete.
 
-    With `mode` "sync", `save` returns when the folder is there. With "async" and "auto" it returns once the weights are
-    copied. An engine that is not one of ours is exported synchronously, as AReaL's Saver does; "async" then logs a
-    warning.
+    With `mode` "sync", `save` returns when the folder is there. With "async" and "auto", `save` returns once the
+    weights are copied. An engine that is not a CheckpointedEngine is exported synchronously, as by AReaL's Saver. With
+    "async", this is logged as a warning.
     """
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:
@@ -53,7 +53,7 @@ class Saver(areal.Saver):
         return self._schedules.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues counting from these counters. The frequency comes from the present config.
+        """Continues counting from saved counters. The frequency is that of the current config.
 
         Raises ValueError if the counters are invalid.
         """
@@ -105,11 +105,11 @@ class Saver(areal.Saver):
     def finalize(self) -> None:
         """Waits for exports and for the RecoverHandler's saves.
 
-        Without this call AReaL's controllers, when they end, would only log the failure of an export or save.
+        Without this call, AReaL's controllers would only log the failure of an export or save when they end.
 
         Raises:
             CheckpointError: an export or a save failed.
-            Exception: what AReaL raises if an engine in another process fails.
+            Exception: an engine in another process failed.
         """
         engines, self._engines, self._exporting = self._engines, {}, {}
         for engine in engines.values():
@@ -122,5 +122,8 @@ class Saver(areal.Saver):
         if self.config.mode == "sync":
             return False
         if not is_checkpointed(engine) and self.config.mode == "async":
-            logger.warning("saver.mode is async, which %s cannot do: exporting synchronously", type(engine).__name__)
+            logger.warning(
+                "saver.mode is async, but %s cannot export asynchronously: exporting synchronously",
+                type(engine).__name__,
+            )
         return is_checkpointed(engine)

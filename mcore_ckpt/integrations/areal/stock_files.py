@@ -1,4 +1,7 @@
-"""Reads AReaL's own recovery files (1.0.4), to move a run to this package. The files stay, so a run can move back."""
+"""Reads AReaL's own recovery files (1.0.4), so that a run can move to this package.
+
+The files stay, so the run can also move back.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from mcore_ckpt.integrations.areal.recover_info import JSON_BYTES, JSON_FILES, P
 from mcore_ckpt.io import make_folder, parse_json, read_small, sync_dir
 
 DATALOADER_FILE = "dataloader_info.pkl"
-# The folder in recover_info that AReaL's own files move to once a step of ours is complete.
+# The subfolder of recover_info into which AReaL's own files are moved once a step of ours is complete.
 _MOVED_TO = "of_areal"
 
 
 def found(folder: Path) -> list[str]:
-    """Returns the names of AReaL's own files in a recover_info folder. A STEP_FILE may also be one of ours."""
+    """Returns the names of AReaL's own files in a recover_info folder. The file STEP_FILE may also be ours."""
     return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
 
 
 def read_stock(folder: Path, rank: int) -> Progress:
     """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
 
-    If each rank has its own data loader state, the result has the state of `rank`.
+    If the file has a list of data loader states, one for each rank, the result has the state of `rank`.
 
     Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """
@@ -36,7 +39,7 @@ def read_stock(folder: Path, rank: int) -> Progress:
         dataloader = dataloader[rank % len(dataloader)]
     for timer in ("checkpoint", "evaluator"):
         values[timer] = _schedule(values[timer])
-    # AReaL has one counter for all roles. It does not fit the schedule of any single role.
+    # AReaL has one counter for all roles, but our Saver one for each role, so all counters begin anew.
     values["saver"] = {}
     return Progress(**values, dataloader=dataloader)
 
@@ -75,6 +78,6 @@ def _unpickled(path: Path) -> Any:
         return Unpickler(_read(path)).load()
     except PickleError as error:
         raise CheckpointCorruptError(
-            f"{path}: holds more than plain values, or is damaged: {error}. Nothing was run. If you trust the file, "
-            "pickle its contents again as plain dicts, lists and numbers"
+            f"{path}: is damaged, or contains more than plain values: {error}. No code in the file was executed. If "
+            "you trust the file, pickle its contents again as plain dicts, lists and numbers"
         ) from None

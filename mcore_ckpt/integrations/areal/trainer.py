@@ -5,7 +5,7 @@
     class Trainer(CheckpointedTrainer, PPOTrainer):
         pass
 
-A trainer makes these objects in `__init__`, and already recovers there. So each object must be replaced as soon as the
+A trainer makes these objects in `__init__`, and recovers there, too. So each object must be replaced as soon as the
 trainer assigns it.
 """
 
@@ -41,12 +41,15 @@ class _Replaced(Generic[T]):
         try:
             found: T = trainer.__dict__[self._name]
         except KeyError:
-            raise AttributeError(f"{owner.__name__} has no {self._name} yet") from None
+            raise AttributeError(f"{owner.__name__}.{self._name} has not been assigned yet") from None
         return found
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Returns our handler if all trained engines are ours. Others write no manifest, so no step would be complete."""
+    """Returns our handler if all trained engines are ours.
+
+    Other engines write no manifest, so no step would be complete.
+    """
     engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
     engines = {name: engine for name, engine in engines.items() if engine is not None}
     others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]
@@ -72,11 +75,11 @@ class CheckpointedTrainer:
 
     It must be the first base.
 
-    Engines with another backend than megatron stay AReaL's own. A trainer with only such engines keeps AReaL's
+    Engines with another backend than megatron stay AReaL's own. A trainer without a megatron engine keeps AReaL's
     recovery.
 
     Attributes:
-        steps_to_keep: how many complete steps stay on disk to recover from. A subclass may set it.
+        steps_to_keep: how many complete recovery steps stay on disk. A subclass may set it.
         shared_with_group: as in CheckpointConfig, for the folder of these steps. A subclass may set it.
     """
 

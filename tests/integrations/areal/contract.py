@@ -215,7 +215,7 @@ def test_a_fast_tier_is_refused_because_areal_resumes_from_a_shared_folder() -> 
 def test_an_engine_of_another_kind_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
     handler = ours.RecoverHandler(recover_config(tmp_path, mode="on", freq_steps=1), spec())
     step = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=4)
-    with pytest.raises(UnsupportedError, match=r"default \(SimpleNamespace\): not an engine of mcore_ckpt"):
+    with pytest.raises(UnsupportedError, match=r"default \(SimpleNamespace\): this engine is not from mcore_ckpt"):
         handler.dump(SimpleNamespace(), step, None, None, None, None)
     assert list(tmp_path.rglob("global_steps_*")) == []
 
