@@ -71,11 +71,11 @@ def copy_files(source: Path, files: RoleWriter) -> None:
 
 
 def uncommit_earlier_save(step_path: Path, role: str) -> None:
-    """Undoes the commits of an earlier run to a step, before a role is saved to that step again.
+    """Undoes an earlier save of a step, before a role of this step is saved again.
 
     A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
-    would be complete as soon as it has all roles, although they are of different saves. The driver's role is removed
-    first, because it is saved again last.
+    would be complete as soon as it has all roles, although these come from different saves. The driver's role is
+    removed first, because it is saved again last.
 
     Raises CommitError if the step belongs to another run, and OSError.
     """
@@ -141,5 +141,7 @@ def role_folder(load_dir: Path, role: str) -> Path | None:
         return None
     if not status.is_complete or role not in status.committed:
         missing = f"{step_path}: complete, but without {role}" if status.is_complete else status.reason
-        raise CheckpointNotFoundError(f"{missing}. To load the newest complete one, use resume_from_checkpoint: true")
+        raise CheckpointNotFoundError(
+            f"{missing}. To load the newest complete checkpoint, use resume_from_checkpoint: true"
+        )
     return status.role_dir(role)

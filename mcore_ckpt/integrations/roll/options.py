@@ -55,8 +55,8 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     given = dict(checkpoint_config)
     ours = {name: value for name, value in given.items() if name not in _ROLLS}
     config = CheckpointConfig.from_dict(ours, "checkpoint_config", but=_SAID_ELSEWHERE)
-    refuse_fast(config, "checkpoint_config", "ROLL's driver commits one role of each step only in output_dir")
-    refuse_skip(config, "checkpoint_config", "ROLL's driver commits a role of its own after each save")
+    refuse_fast(config, "checkpoint_config", "ROLL's driver commits its role of each step only in output_dir")
+    refuse_skip(config, "checkpoint_config", "ROLL's driver commits its own role after each save")
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")
@@ -68,7 +68,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     for name, value in ours.items():
         check_value(f"checkpoint_config.{name}", value, bool)
     rules = {name: given[name] for name in _RULES if given.get(name) is not None}
-    PreservationPolicy(1, **rules)  # refuses what is not allowed
+    PreservationPolicy(1, **rules)  # raises if a value is not allowed
     return RollOptions(
         root=Path(output_dir).expanduser().absolute(),
         async_upload=ours["async_upload"],

@@ -1,4 +1,4 @@
-"""Extends ROLL's driver: an uploader for `checkpoint_config.type: mcore_ckpt`, and pipelines that raise its errors."""
+"""Extends ROLL's driver: the uploader of the type mcore_ckpt, and pipelines that raise the errors of uploads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _RNG_FILE = "rng_state_pipeline.pth"  # written by WorkerState.save_rng_state
 class CheckpointUploader:
     """The uploader that ROLL makes for a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
 
-    ROLL calls this an upload, but nothing leaves the shared folder. It commits the role `pipeline`, which holds the
-    driver's state. `CheckpointStrategy` commits the roles of the clusters.
+    ROLL calls this an upload, but nothing leaves the shared folder. The uploader commits the role `pipeline`, which
+    holds the driver's state. `CheckpointStrategy` commits the roles of the clusters.
 
     Args:
         output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this one adds no
@@ -73,8 +73,8 @@ class CheckpointPipeline:
     """A mixin that corrects how a pipeline of ROLL saves and resumes. It must be the first base.
 
     ROLL's `BasePipeline` only logs an uploader's errors, deletes the local folders of its workers instead of old
-    checkpoints, and never restores the driver's random number generators. Here `do_checkpoint` raises the errors,
-    `max_ckpt_to_keep` applies to checkpoints, and `run` restores the generators.
+    checkpoints, and never restores the driver's random number generators. With this mixin, `do_checkpoint` raises the
+    errors, `max_ckpt_to_keep` applies to checkpoints, and `run` restores the generators.
     """
 
     # Attributes of BasePipeline.
@@ -104,7 +104,9 @@ class CheckpointPipeline:
         return super().run()  # type: ignore[misc]
 
     def _cleanup_old_checkpoints(self) -> None:
-        """Waits for the upload and deletes old steps. `do_checkpoint` calls it after it has started the upload.
+        """Waits for the upload and deletes old steps.
+
+        ROLL's `do_checkpoint` calls this method after the start of the upload.
 
         Raises the upload's error, or a CommitError if the upload does not end in time.
         """
@@ -114,7 +116,7 @@ class CheckpointPipeline:
         try:
             delete_old_steps(options.root, options.policy(self.pipeline_config), step)
         except OSError as error:
-            logger.warning("the checkpoint is committed, but old ones could not be deleted: %s", error)
+            logger.warning("the checkpoint is committed, but old checkpoints could not be deleted: %s", error)
 
 
 class _Uploads:

@@ -61,7 +61,7 @@ class CheckpointStrategy:
         """Saves this cluster's role in `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
 
         Args:
-            save_dir: not used. ROLL's own strategy writes there, and an uploader copies the files.
+            save_dir: not used. (ROLL's own strategy would write to this folder, and an uploader would copy the files.)
             global_step: the N of `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
             tag: must be "checkpoint".
@@ -75,7 +75,7 @@ class CheckpointStrategy:
         Raises:
             CommitError: this save failed, or the previous checkpoint is not complete because the driver's role is
                 missing.
-            LockedError: another trainer, or a tool, writes to this folder. Nothing has been done.
+            LockedError: another trainer, or a tool, writes to this folder. Nothing was saved.
             CheckpointError: see CheckpointManager.save.
         """
         _check_tag(tag)
@@ -117,7 +117,7 @@ class CheckpointStrategy:
         Args:
             load_dir: `.../checkpoint-{N}`, or the cluster's folder in it.
             tag: must be "checkpoint".
-            kwargs: passed to ROLL's own strategy, if that loads.
+            kwargs: passed to ROLL's own strategy, if that strategy loads the checkpoint.
 
         Raises:
             CheckpointNotFoundError: the checkpoint is not complete.
@@ -143,7 +143,10 @@ class CheckpointStrategy:
         return read_options(self.worker_config.checkpoint_config)
 
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
-        """Returns the manager, which is made on first use, when the model exists, and kept to reuse its host memory."""
+        """Returns the manager.
+
+        It is made on first use, because the model must exist, and then kept to reuse its host memory.
+        """
         if self._manager is None:
             args = self.megatron_train_args
             contents = ("model",) if args.save_only_model else ("model", "optimizer", "extra")
@@ -156,7 +159,8 @@ class CheckpointStrategy:
                 keep_for=policy.keep_for,
                 save_contents=(*contents, "hf_model") if args.save_hf_model else contents,
                 async_save=options.async_upload,
-                # ROLL fills the base model from model_name_or_path, and its own strategy saves only the adapters, too.
+                # ROLL fills the base model from model_name_or_path. So only adapters are saved, as by ROLL's own
+                # strategy.
                 skip_frozen=options.config.skip_frozen or any(hasattr(m, "peft_config") for m in self.models_unwrapped),
             )
             self._manager = CheckpointManager(
@@ -172,7 +176,7 @@ class CheckpointStrategy:
         return self._manager
 
     def _hf_config(self) -> Any:
-        """Returns the published model's config, for `huggingface/`. mcore_adapter only has megatron's config."""
+        """Returns the published model's config, for `huggingface/`. ROLL's model has only megatron's config."""
         path = self.worker_config.model_args.model_name_or_path
         if not path:
             return None
@@ -203,10 +207,10 @@ def _check_tag(tag: str) -> None:
 class CheckpointWorker:
     """A mixin that gives a worker of ROLL a strategy that saves and loads with this package.
 
-    It must be the first base. A worker makes its strategy in `initialize` and loads with it in the same method, and
-    ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) knows only ROLL's own strategies. Therefore the
-    strategy is replaced at the moment when the worker assigns it. If `leaves_loading_to_strategy` is True, the worker
-    never calls `load_checkpoint`, and the strategy loads when it is initialized.
+    It must be the first base. A worker makes its strategy in `initialize`, and loads with this strategy in the same
+    method. ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) makes only ROLL's own strategies. So the
+    strategy is replaced as soon as the worker assigns it. If `leaves_loading_to_strategy` is True, the worker never
+    calls `load_checkpoint`, and the strategy loads when it is initialized.
     """
 
     leaves_loading_to_strategy = False
