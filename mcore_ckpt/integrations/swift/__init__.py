@@ -2,9 +2,9 @@
 
     python -m mcore_ckpt.integrations.swift sft --model Qwen/Qwen3-8B --output_dir out ...
 
-takes the place of `megatron sft`. With `pt` or `rlhf`, it takes the place of `megatron pt` or `megatron rlhf`. All
-options are ms-swift's own. Your own pipeline can use a trainer class from here, or put `CheckpointTrainer` first among
-the bases of its trainer. See docs/integrations.md.
+takes the place of `megatron sft`. With `pt` or `rlhf`, it takes the place of `megatron pt` or `megatron rlhf`. The
+options are ms-swift's own, and `--mcore_ckpt`. Your own pipeline can use a trainer class from here, or put
+`CheckpointTrainer` first among the bases of its trainer. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if find_spec("swift") is None or find_spec("mcore_bridge") is None:
 
 __all__ = ["TRAINERS"]
 
-# A class is made when it is first used, because it imports a part of ms-swift that the other classes do not need.
+# A class is made when it is first used, because this imports a part of ms-swift that the other classes do not need.
 TRAINERS = (
     "MegatronTrainer",
     "MegatronEmbeddingTrainer",
@@ -35,7 +35,7 @@ TRAINERS = (
 def __getattr__(name: str) -> Any:
     if name not in ("CheckpointTrainer", *TRAINERS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing the trainer takes seconds, and `__main__` does not need it.
+    # Importing the trainer takes seconds, and `__main__` does not need the trainer.
     found: Any = import_module(f"{__name__}.trainer").CheckpointTrainer
     if name in TRAINERS:
         base = getattr(import_module("swift.megatron.trainers"), name)

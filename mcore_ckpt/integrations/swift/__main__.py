@@ -11,5 +11,5 @@ from swift.cli.main import cli_main
 _SCRIPTS = {name: f"mcore_ckpt.integrations.swift.{name}" for name in ("sft", "pt", "rlhf")}
 
 if __name__ == "__main__":
-    # `export` is ms-swift's own.
+    # `megatron export` stays ms-swift's own.
     cli_main({**ROUTE_MAPPING, **_SCRIPTS}, is_megatron=True)

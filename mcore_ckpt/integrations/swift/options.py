@@ -1,4 +1,4 @@
-"""Reads ms-swift's options, which mean what Megatron-LM's mean, and our options, which are among them."""
+"""Reads ms-swift's options, which have the same meaning as Megatron-LM's, and our options in `--mcore_ckpt`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _REFUSED = ("remote", "prune_remote", "upload_timeout_s")
 
 
 def read_config(args: Any) -> CheckpointConfig:
-    """Returns the options in `args.mcore_ckpt`: a dict, or JSON with one. Without it, the options have their defaults.
+    """Returns the options in `args.mcore_ckpt`: a dict, or the JSON of a dict.
+
+    Without `mcore_ckpt`, all options have their defaults.
 
     Raises InvalidArgumentError: an option is unknown, or has a value that is not allowed.
     """
@@ -45,7 +47,7 @@ def read_config(args: Any) -> CheckpointConfig:
 
 
 def arguments(args: Any, **changed: Any) -> Arguments:
-    """Returns ms-swift's options, most of which have Megatron-LM's names, with the values that `changed` gives."""
+    """Returns ms-swift's options, with the changes in `changed`. Most options have Megatron-LM's names."""
     return Arguments(SimpleNamespace(**{**vars(args), **changed}))
 
 
@@ -62,6 +64,6 @@ def refuse_unsupported(args: Any) -> None:
         )
     if args.tuner_type == "lora_llm" and not args.save_safetensors:
         raise UnsupportedError(
-            "--tuner_type lora_llm with --save_safetensors false would save nothing but the base model: leave "
+            "--tuner_type lora_llm with --save_safetensors false would save only the base model: leave "
             "--save_safetensors out"
         )

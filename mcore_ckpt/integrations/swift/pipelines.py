@@ -66,17 +66,17 @@ class CheckpointPipeline:
     args: Any
 
     def prepare_trainer(self) -> Any:
-        """Makes the trainer that ms-swift chooses, of our class. Raises UnsupportedError if we have no such class."""
+        """Makes our version of the trainer that ms-swift chooses. Raises UnsupportedError if there is none."""
         args = self.args
         name = _BY_TYPE.get(args.rlhf_type or args.task_type, "MegatronTrainer")
-        # The trainers' names are looked up in these modules: `sft` imports them, `rlhf` asks the package.
+        # ms-swift finds a trainer by its name in the module `sft`, or else in the package `trainers`.
         module = sft if hasattr(sft, name) else trainers
         with replaced((module.__name__,), name, getattr(own, name)):
             trainer = super().prepare_trainer()  # type: ignore[misc]
         if not isinstance(trainer, CheckpointTrainer):
             raise UnsupportedError(
-                f"ms-swift trains this with {type(trainer).__name__}, for which mcore_ckpt has no trainer: use the "
-                "script of ms-swift itself"
+                f"ms-swift trains this with {type(trainer).__name__}, for which mcore_ckpt has no replacement: use "
+                "ms-swift's own script"
             )
         return trainer
 

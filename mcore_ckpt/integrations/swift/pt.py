@@ -1,4 +1,4 @@
-"""Trains as `megatron pt` of ms-swift does, with checkpoints of this package. The options are ms-swift's."""
+"""Trains as `megatron pt` of ms-swift does, with checkpoints of this package and the added option `--mcore_ckpt`."""
 
 from __future__ import annotations
 

@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 ROLE = "actor"
 """The folder in `checkpoint-{N}` that takes the place of ms-swift's `iter_{N}`."""
 
-# The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do not need.
+# The modules that call `load_mcore_checkpoint`. The second module is for RLHF, and is imported only there, because it
+# needs more packages.
 LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
 SAVING = ("swift.megatron.trainers.base",)
-# merge_lora writes the merged weights of `checkpoint-{N}` to a folder whose name ends in this.
+# merge_lora writes the merged weights of `checkpoint-{N}` to a folder with this suffix.
 _MERGED = "-merged"
 # The fields that a resumed run needs to keep the best checkpoint. ms-swift itself forgets them.
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
@@ -73,8 +74,9 @@ class CheckpointTrainer:
             iteration = int(super()._load_iteration())  # type: ignore[misc]
             if iteration and not getattr(args, "consumed_train_samples", 0):
                 logger.warning(
-                    "%s is of iteration %d, but nothing says how many samples the training had read, so it reads them "
-                    "again: put the folder next to the checkpoint from which it was made",
+                    "%s belongs to iteration %d, but does not say how many samples the training had read, so training "
+                    "will read them again. To prevent this, put the folder next to the checkpoint from which it was "
+                    "made",
                     named,
                     iteration,
                 )
@@ -103,10 +105,10 @@ class CheckpointTrainer:
         self._link_committed()
 
     def _rotate_checkpoints(self, output_dir: str) -> None:
-        """Deletes all checkpoints but `save_total_limit` of them: the newest and the best. Only rank 0 calls it.
+        """Keeps `save_total_limit` checkpoints, the newest and the best, and deletes older ones. Only rank 0 calls it.
 
-        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned checkpoints stay, and so does
-        the one that was saved just now, even if the run went back and newer ones exist.
+        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned checkpoints stay. The
+        checkpoint that was saved just now also stays, even if the run went back and checkpoints of later steps exist.
         """
         limit = kept_count(self.args.save_total_limit)
         if limit is None:
@@ -142,7 +144,7 @@ class CheckpointTrainer:
         if is_master():
             # ms-swift copies this file into a merged model, and reads the iteration of HuggingFace weights from it.
             write_tracker(step_path, iteration)
-        self._link_committed()  # the previous save, for which the manager has waited
+        self._link_committed()  # links the previous save, for which the manager has waited
         if args.async_save and async_finalize_fn is not None:
             self._committing = (handle, async_finalize_fn)
         return bool(args.async_save)
@@ -182,11 +184,11 @@ class CheckpointTrainer:
         return 0 if args.finetune else self._take_over(loaded)
 
     def _found(self, loaded: Loaded | None) -> Loaded:
-        assert loaded is not None, "exit_on_missing_checkpoint makes it an error"
+        assert loaded is not None, "exit_on_missing_checkpoint makes a missing checkpoint an error"
         return loaded
 
     def _take_over(self, loaded: Loaded) -> int:
-        """Continues where a checkpoint ends. Returns its iteration."""
+        """Restores the counters of a checkpoint. Returns its iteration."""
         self.args.consumed_train_samples = loaded.counters["consumed_train_samples"]
         for name in _BEST:
             setattr(self.state, name, loaded.state.get(name))
@@ -210,17 +212,17 @@ def _is_ours(folder: str) -> bool:
     """Returns True for a step's folder, a role's folder, or the folder of all steps, if this package wrote them."""
     path = Path(folder)
     return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or any(
-        # A step that lacks files counts, too: loading it fails with the reason, and the run does not begin anew.
+        # A step with missing files counts, too: its load fails with the reason, and the run does not begin anew.
         status.is_claimed
         for status in list_steps(path)
     )
 
 
 def _step_of_weights(folder: str) -> str | None:
-    """Returns our step that HuggingFace weights belong to; None if there is none.
+    """Returns the folder of our step to which HuggingFace weights belong; None if there is none.
 
     The step is the folder of the weights or, for merged weights, the folder of the checkpoint that was merged. Merged
-    weights have no counters: ms-swift would copy them from `iter_{N}/common.pt`, which no step of ours has.
+    weights have no counters: ms-swift would copy the counters from `iter_{N}/common.pt`, which no step of ours has.
     """
     if _is_ours(folder):
         return folder
@@ -233,21 +235,22 @@ def _refuse_ours(option: str, folder: str) -> None:
     if _is_ours(folder):
         instead = {"mcore_model": "model", "mcore_ref_model": "ref_model"}.get(option, "ref_adapters")
         raise UnsupportedError(
-            f"--{option} {folder}: mcore_ckpt saved it, and loads only what is trained. Give HuggingFace weights: "
-            f"--{instead} with this folder if it has safetensors, or with what mcore-ckpt merge makes of it"
+            f"--{option} {folder}: mcore_ckpt has saved this folder, and loads only weights that are trained. Use "
+            f"HuggingFace weights: set --{instead} to this folder if it has safetensors, or to the folder that "
+            "mcore-ckpt merge makes from it"
         )
 
 
 @contextmanager
 def replaced(modules: Iterable[str], name: str, value: Any) -> Iterator[None]:
-    """Lets modules of ms-swift find `value` under one of their names. Modules that are not imported are left out.
+    """Replaces a name in modules of ms-swift by `value`. Modules that are not imported are left out.
 
     Raises UnsupportedError: a module has no such name.
     """
     there = [sys.modules[module] for module in modules if module in sys.modules]
     for module in there:
         if not hasattr(module, name):
-            raise UnsupportedError(f"{module.__name__} has no {name}: use ms-swift 4.6, whose trainers are known")
+            raise UnsupportedError(f"{module.__name__} has no {name}: use ms-swift 4.6, which mcore_ckpt supports")
     stock = [(module, getattr(module, name)) for module in there]
     for module, _ in stock:
         setattr(module, name, value)

@@ -374,7 +374,7 @@ def test_our_command_takes_the_place_of_ms_swifts(model: Path, tmp_path: Path, m
     [
         (
             {"mcore_model": "{root}/checkpoint-4", **LORA},
-            "loads only what is trained. Give HuggingFace weights: --model with this folder",
+            "loads only weights that are trained. Use HuggingFace weights: set --model to this folder",
         ),
         ({"mcore_model": "{root}/checkpoint-3"}, "there is no checkpoint"),
         ({"mcore_ckpt": '{"max_to_keep": 3}'}, "--mcore_ckpt has 'max_to_keep', which the framework decides"),
@@ -415,7 +415,7 @@ def test_the_places_that_are_replaced_are_all_that_there_are() -> None:
     [
         ({"use_megatron_fsdp": True, "tuner_type": "full"}, "--use_megatron_fsdp true is not supported"),
         ({"use_ray": True, "tuner_type": "full"}, "--use_ray true"),
-        ({"tuner_type": "lora_llm", "save_safetensors": False}, "would save nothing but the base model"),
+        ({"tuner_type": "lora_llm", "save_safetensors": False}, "would save only the base model"),
     ],
 )
 def test_kinds_of_training_that_are_not_supported_are_refused(options: dict[str, Any], message: str) -> None:
