@@ -1,4 +1,4 @@
-"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run."""
+"""Keeps one CheckpointManager between saves, and the training's place among all commits for the whole run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from mcore_ckpt.steps import RunHistory
 class KeptManager:
     """Keeps a CheckpointManager, and makes another one only if its arguments have changed.
 
-    A manager has a plan and as much host memory as the training state needs. So it is kept between saves, and it is
-    closed before another one is made. Frameworks load with one manager and save with another, which may have another
-    root. So each save goes on from the last checkpoint that any of these managers has loaded or saved. Every rank calls
-    the same methods.
+    A manager has a plan and as much host memory as the training state needs. So the manager is kept between saves, and
+    closed before another manager is made. Frameworks load with one manager, and save with another that may have another
+    root. Nevertheless each save goes on from the last checkpoint that any of these managers has loaded or saved. Every
+    rank calls the same methods.
     """
 
     def __init__(self) -> None:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
         self._parts: dict[str, Mapping[str, Any]] = {}
-        # By root, with the last used root at the end. Calls with an optimizer and calls without one are kept apart,
-        # because slime loads reference models into the model that it trains, but without the optimizer.
+        # The history of each root; that of the last used root is at the end. Calls with an optimizer and calls without
+        # one are kept apart, because slime loads reference models into the model that it trains, but without the
+        # optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
     def attach(self, name: str, **how: Any) -> None:
-        """Attaches a part to the manager, and to each one that is made later. See CheckpointManager.attach."""
+        """Attaches a part to the manager, and to each manager that is made later. See CheckpointManager.attach."""
         if self.manager is not None:
             self.manager.attach(name, **how)
         self._parts[name] = how
@@ -44,12 +45,12 @@ class KeptManager:
     def get(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
         """Returns the manager for a root, a trainer's objects and options.
 
-        `trainer` has the other arguments of CheckpointManager, by name. Its `model` is a list.
+        `trainer` has the other arguments of CheckpointManager, by name. `trainer["model"]` is a list.
 
         Raises CheckpointError: see CheckpointManager; or a save of the previous manager failed, and no earlier call has
         raised its error.
         """
-        # The objects stay alive as long as the manager does, so no other object can have the identity of one of them.
+        # The objects stay alive as long as the manager does, so no other object can have the `id` of one of them.
         objects = [*trainer["model"], trainer.get("optimizer"), trainer.get("lr_scheduler")]
         made_for = (Path(root), trainer.get("role"), config, *map(id, objects))
         if self.manager is None or self._made_for != made_for:
@@ -70,7 +71,7 @@ class KeptManager:
     ) -> Iterator[CheckpointManager]:
         """Yields a separate manager for a load, and closes it. The next save goes on from the loaded step.
 
-        Takes the arguments of `get`. Raises CheckpointError: see CheckpointManager.
+        The arguments are those of `get`. Raises CheckpointError: see CheckpointManager.
         """
         manager = self._make(root, trainer, config)
         try:
@@ -83,7 +84,10 @@ class KeptManager:
         self._histories[trains] = {manager.root: manager.history}
 
     def wait(self) -> None:
-        """Waits until no save is under way. Raises CheckpointError if one failed and no earlier call has raised it."""
+        """Waits until no save is under way.
+
+        Raises CheckpointError: a save failed, and no earlier call has raised its error.
+        """
         if self.manager is not None:
             self.manager.wait()
 

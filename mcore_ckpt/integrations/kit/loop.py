@@ -37,7 +37,7 @@ CHECKPOINT_VERSION = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The objects that a loop trains, and others that its checkpoints need. See CheckpointManager for the fields."""
+    """The objects that a loop trains, and others for its checkpoints. CheckpointManager describes the fields."""
 
     model: list[Any]
     optimizer: Any = None
@@ -47,18 +47,18 @@ class Training:
     processing_class: Any = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of CheckpointManager, which are the fields."""
+        """Returns the fields, which are arguments of CheckpointManager."""
         return dict(vars(self))
 
     def layout(self) -> dict[str, int]:
-        """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them changes."""
+        """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if a size changes."""
         topology = read_topology(process_groups_of(self.model))[1]
         return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings that a loop's own options lack. An integration's `configure` sets them. See CheckpointManager."""
+    """Settings for which a loop has no options. An integration's `configure` sets them. See CheckpointManager."""
 
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     role: str = "actor"
@@ -68,7 +68,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """The loop's state that a load has brought back, in addition to the training state.
+    """The loop's own state, as a load returns it. (The load fills the training state in place.)
 
     Attributes:
         folder: the folder of all checkpoints in which the checkpoint was found.
@@ -117,9 +117,9 @@ class LoopCheckpoints:
     ) -> SaveHandle:
         """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
 
-        `args` overrides `config`. `state` returns the values to load with the training: the counters,
-        `num_floating_point_operations_so_far`, and anything else that is plain. If `state` raises on one rank, all
-        ranks raise. The rerun state machine needs the state of `data_iterator`.
+        `args` overrides `config`. `state` returns the loop's own state: the counters,
+        `num_floating_point_operations_so_far`, and other plain values. If `state` raises on one rank, all ranks raise.
+        The rerun state machine saves the state of `data_iterator`.
 
         Raises CheckpointError: see CheckpointManager.save.
         """
@@ -153,10 +153,11 @@ class LoopCheckpoints:
         """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`.
 
         Args:
-            training: what is trained.
+            training: the objects to load into.
             args: the loop's options, which override `config`. A load from `pretrained_checkpoint` sets `finetune`.
             config: the options of this package.
-            load_arg: the name of the option that names the folder. `pretrained_checkpoint` is tried after it.
+            load_arg: the name of the option that names the folder. If this folder has no checkpoint, the folder of
+                `pretrained_checkpoint` is tried.
             check: a function to call before anything is loaded. If it raises on one rank, all ranks raise.
             choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
                 Only rank 0 calls it.
@@ -165,7 +166,7 @@ class LoopCheckpoints:
         Returns None if there never was a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is none although
+            CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is no checkpoint, although
                 `args.exit_on_missing_checkpoint` is set, or `args.pretrained_checkpoint` names a second folder.
             CheckpointError: see CheckpointManager.load.
         """
@@ -175,7 +176,7 @@ class LoopCheckpoints:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
 
-        # The nodes have steps of this run, which saves to `args.save`, but not of the run that `load_arg` may name.
+        # The nodes have steps of this run, which saves to `args.save`, but not of another run that `load_arg` may name.
         config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
         # A separate manager finds the checkpoint, because the arguments of the load depend on the checkpoint.
         finder = CheckpointManager(
@@ -201,7 +202,7 @@ class LoopCheckpoints:
             logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
             return None
         if found["folder"] != str(args[load_arg]):
-            args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
+            args["finetune"] = True  # as Megatron-LM does, because other code reads this argument later
         return self._load(found, args, config, training)
 
     def _load(self, found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
@@ -226,7 +227,7 @@ class LoopCheckpoints:
             result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
         state = found["state"] if theirs is not None else _state_of(result)
         if theirs is None and (keeps_rng or state["no_save_rng"]):
-            # The load of `extra`, which has the counters, has replaced the generators, too.
+            # The load of `extra`, which has the counters, has also replaced the random states. Put the old ones back.
             write_rng(generators)
         same_layout = state.get("layout") == training.layout()
         if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
@@ -236,8 +237,8 @@ class LoopCheckpoints:
     def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
         """If `blocking`, waits until no save is under way. If `terminate`, also frees the memory that saves use.
 
-        With neither, this does nothing, because a save commits on its own thread, and the next save or load raises its
-        error. Raises CheckpointError on all ranks: the save that was under way failed.
+        If both are False, this does nothing, because a save commits on its own thread, and the next save or load raises
+        the save's error. Raises CheckpointError on all ranks: the save that was under way failed.
         """
         if terminate:
             self._kept.close()
@@ -262,7 +263,7 @@ def _find_together(
     look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Returns, on all ranks, the checkpoint that rank 0 has found; an empty dict if there never was one."""
-    step = args["ckpt_step"] or None  # Megatron-LM takes 0 for None, too
+    step = args["ckpt_step"] or None  # Megatron-LM treats 0 as None, too
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 
     def answer() -> dict[str, Any]:
