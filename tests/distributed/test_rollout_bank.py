@@ -128,7 +128,7 @@ def test_finetuning_begins_without_groups_and_other_formats_are_refused(shared_p
         manifest = json.loads((bank / "MANIFEST.json").read_text())
         (bank / "MANIFEST.json").write_text(json.dumps({**manifest, "format_version": 3}))
         for call in (last.save, last.load):
-            with pytest.raises(UnsupportedError, match="has format 3, and only 2 is known"):
+            with pytest.raises(UnsupportedError, match="has format 3, but mcore_ckpt knows only format 2"):
                 call()
 
 

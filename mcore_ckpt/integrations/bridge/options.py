@@ -25,7 +25,7 @@ LOADED_FROM = ("load", "pretrained_checkpoint")
 FOLDERS = (*LOADED_FROM, "save")
 
 _OFTEN = (
-    "there is only one kind of checkpoint here. Save just as often with checkpoint.save_interval and async_save, and "
+    "mcore_ckpt has only one kind of checkpoint. Save just as often with checkpoint.save_interval and async_save, and "
     "set most_recent_k and save_retain_interval"
 )
 # The allowed values of a field, and advice for users of other values.

@@ -37,7 +37,7 @@ def refuse_save(ctx: Any) -> None:
     """Raises UnsupportedError if the context of a save asks for something unsupported. Every rank calls it."""
     if ctx.non_persistent_ckpt:
         raise UnsupportedError(
-            "save(non_persistent_ckpt=True): there is only one kind of checkpoint here. Save just as often with "
+            "save(non_persistent_ckpt=True): mcore_ckpt has only one kind of checkpoint. Save just as often with "
             "checkpoint.save_interval and async_save, and set most_recent_k and save_retain_interval"
         )
     _refuse_both(ctx)

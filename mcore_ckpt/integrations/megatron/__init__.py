@@ -42,7 +42,7 @@ from mcore_ckpt.integrations.megatron.rollout_bank import PART, RolloutBankPart
 
 @dataclass(frozen=True)
 class _Settings(LoopSettings):
-    """The arguments of `configure`, where they are described."""
+    """The arguments of `configure`, which describes them."""
 
     args: Any = None
 
@@ -53,7 +53,7 @@ class _Settings(LoopSettings):
     def arguments(self) -> Arguments:
         """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
 
-        Raises InvalidStateError if none were given, and `megatron.training` is not installed or has none.
+        Raises InvalidStateError if none were given, and `megatron.training` is not installed or not initialized.
         """
         if self.args is not None:
             return Arguments(self.args)
@@ -64,7 +64,8 @@ class _Settings(LoopSettings):
         except ImportError:
             why = "is not installed"
         except AssertionError:
-            # The wheels since 0.17 have megatron.training, which another trainer does not initialize.
+            # The wheels of megatron-core since 0.17 have megatron.training, but only Megatron-LM's own trainer
+            # initializes it.
             why = "is not initialized"
         raise InvalidStateError(
             f"megatron.training {why}, so its arguments are unknown: call "
@@ -95,10 +96,11 @@ def configure(
             `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`,
             `verify_integrity` (a load then checks all files first: ours by their CRCs, Megatron-LM's by their digests).
             Missing attributes have Megatron-LM's defaults. Each save reads `consumed_train_samples`,
-            `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. None: what
+            `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. None: the arguments that
             `megatron.training.get_args()` returns at each call.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
-            and with `save_retain_interval` sets which steps stay. The other options are those of CheckpointManager.
+            and sets which steps stay (if it has `save_retain_interval`). The other options are those of
+            CheckpointManager.
 
     Example:
         >>> from types import SimpleNamespace
@@ -120,8 +122,8 @@ def attach(
 def attach_rollout_bank() -> None:
     """Makes Megatron-LM's rollout bank (`--rl-durable-rollout-bank`) a part of each checkpoint.
 
-    Call it after `configure`, on every rank, before the load. Only rank 0 has a bank. Without the option this does
-    nothing.
+    Call it after `configure`, on every rank, before the load. Only rank 0 has a bank. Without the option, this function
+    does nothing.
     """
     global _bank
     if not _settings.arguments()["rl_durable_rollout_bank"] or (dist.is_initialized() and dist.get_rank() != 0):
@@ -155,7 +157,7 @@ def save_checkpoint(
 ) -> None:
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
-    Process groups and the numbers of this rank in them need not be given. Those that are given must be the model's own.
+    Process groups, and this rank's numbers in them, may be left out. If given, they must be those of the model.
 
     Args:
         iteration: the iteration's number, at least 0.
@@ -164,17 +166,17 @@ def save_checkpoint(
         opt_param_scheduler: megatron's object, or None.
         num_floating_point_operations_so_far: a number for `load_checkpoint` to return.
         train_data_iterator: the training's data iterator. If a step is to be run again, the rerun state contains the
-            iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
-            iterator's iterable returns (see `loaded_dataloader_state`).
+            iterator's state. If `args.dataloader_save` is set, the checkpoint also has the result of the iterator's
+            `iterable.save_state()` (see `loaded_dataloader_state`).
         checkpointing_context: ignored, because nothing has to be kept between saves.
-        preprocess_common_state_dict_fn: ignored, because it prepares a comparison of the ranks' states. Here they may
-            differ.
+        preprocess_common_state_dict_fn: ignored. Megatron-LM uses it to compare the states of ranks, but here these
+            states may differ.
         non_persistent_ckpt: refused if set.
         release: refused if set.
         rng_state_key_prefix: refused if set.
 
     Raises:
-        UnsupportedError: an argument cannot be honoured. Nothing has been done.
+        UnsupportedError: an argument cannot be honoured. Nothing was saved.
         CheckpointError: see CheckpointManager.save.
     """
     args = _settings.arguments()
@@ -220,7 +222,7 @@ def load_checkpoint(
     """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
 
     The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). Process groups
-    need not be given. Those that are given must be the model's own.
+    may be left out. If given, they must be those of the model.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
@@ -274,8 +276,8 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         terminate: True also waits, and then frees the memory that saves use.
 
     Raises:
-        CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate` this
-            function does not raise it, but the next save or load does.
+        CheckpointError: the save that was under way failed. All ranks raise it. With `blocking` or `terminate` this
+            function raises it, otherwise the next save or load.
     """
     _checkpoints.finalize(blocking, terminate)
     if _bank is not None:
@@ -294,13 +296,13 @@ def loaded_dataloader_state() -> Any:
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
-    """Reads the data loader's state like Megatron-LM's `maybe_save_dataloader_state`; None if it is not to be saved."""
+    """Reads the data loader's state, like Megatron-LM's `maybe_save_dataloader_state`; None if none is wanted."""
     if train_data_iterator is None or not args["dataloader_save"]:
         return None
     iterable: Any = getattr(train_data_iterator, "iterable", None)
     if not hasattr(iterable, "save_state"):
         raise UnsupportedError(
-            f"args.dataloader_save is set, but train_data_iterator, a {type(train_data_iterator).__name__}, has no "
+            f"args.dataloader_save is set, but train_data_iterator (a {type(train_data_iterator).__name__}) has no "
             "iterable with a save_state: leave the argument out, or pass a data iterator that has such an iterable "
             "(Megatron Energon's)"
         )

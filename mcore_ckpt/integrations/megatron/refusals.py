@@ -15,8 +15,8 @@ def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_p
     """Raises UnsupportedError if anything other than a checkpoint of the whole training state is requested."""
     if non_persistent_ckpt:
         raise UnsupportedError(
-            "save_checkpoint(non_persistent_ckpt=True): there is only one kind of checkpoint here. Save just as often "
-            "with args.async_save, and set max_to_keep and keep_every in configure(config=CheckpointConfig(...))"
+            "save_checkpoint(non_persistent_ckpt=True): mcore_ckpt has only one kind of checkpoint. Save just as "
+            "often with args.async_save, and set max_to_keep and keep_every in configure(config=CheckpointConfig(...))"
         )
     if release:
         raise UnsupportedError(
@@ -56,8 +56,8 @@ def check_place(model: list[Any], ranks: dict[str, int | None], parallel: dict[s
     for name, value in {**ranks, **parallel}.items():
         if value is not None and value != own[name]:
             raise UnsupportedError(
-                f"save_checkpoint({name}={value}): in the model's process groups it is {own[name]} on this rank, and "
-                "saves follow these groups: leave the argument out"
+                f"save_checkpoint({name}={value}): in the model's process groups, {name} is {own[name]} on this rank, "
+                "and saves follow these groups: leave the argument out"
             )
 
 

@@ -1,12 +1,13 @@
 """Makes Megatron-LM's rollout bank part of each checkpoint (`megatron/rl/rollout_bank.py`, 2026-08, its format 2).
 
-The bank is a folder to which rank 0 appends each group of rollouts as soon as it is complete. It says at which
-iteration a group was used, so it fits every checkpoint since its last compaction: a load of iteration T drops what was
-used up to T. A compaction removes those groups for good. So after a rollback to an older checkpoint, or in another
-folder, the bank does not fit, and Megatron-LM would go on without the rollouts that belong there.
+The bank is a folder to which rank 0 appends each group of rollouts as soon as the group is complete. The bank notes at
+which iteration each group was used. So it fits every checkpoint since its last compaction: a load of iteration T drops
+the groups that were used up to T. A compaction removes used groups for good. So the bank does not fit a checkpoint from
+before the last compaction, or of another folder, and Megatron-LM would go on without the rollouts that belong to the
+checkpoint.
 
 Each checkpoint gets a copy of the bank. A load takes the copy only if the bank does not belong to the checkpoint,
-because a bank that does has the groups that were completed after the save, too.
+because a bank that belongs to it also has the groups that were completed after the save.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ _FORMAT = 2
 _MANIFEST_BYTES = 64 << 20
 # In the bank's folder: the checkpoint that the bank has been loaded with. Megatron-LM ignores the file.
 _LOADED_FILE = "loaded_by_mcore_ckpt.json"
-# The order in which files are measured. A group's bytes are in the other files before its line is in the ledger, and
-# the groups that were used are noted before a save.
+# The order in which files are measured. Megatron-LM writes the bytes of a group to the other files before it adds the
+# group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
+# their file can be measured last.
 _ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
 
 
 class _Bank(NamedTuple):
-    """What a bank's manifest says: the life that wrote the bank, and the iteration of its last compaction."""
+    """The manifest of a bank: the life that wrote the bank, and the iteration of the last compaction."""
 
     timeline: str
     compacted_at: int
@@ -55,7 +57,7 @@ class RolloutBankPart:
     def save(self, folder: Path) -> Callable[[], None] | None:
         """Measures the files of the bank, and returns the function that copies them while the training continues.
 
-        They only grow. A compaction replaces them, so they stay open until they are copied.
+        The files only grow. But a compaction replaces them, so they stay open until they are copied.
         """
         bank = self._folder()
         if not (bank / _MANIFEST).exists():
@@ -80,7 +82,7 @@ class RolloutBankPart:
         return copy
 
     def load(self, saved: SavedPart) -> None:
-        """Puts the checkpoint's copy in the place of the bank, unless the bank belongs to the checkpoint.
+        """Replaces the bank by the checkpoint's copy, unless the bank belongs to the checkpoint.
 
         Raises:
             UnsupportedError: the bank has another format.
@@ -93,12 +95,14 @@ class RolloutBankPart:
         loaded = {"timeline": of_step.timeline, "step": saved.step}
         if not _belongs(bank, of_step, loaded):
             if bank.exists():
-                logger.warning("%s does not belong to step %d: taking the rollouts of the step", bank, saved.step)
+                logger.warning(
+                    "%s does not belong to step %d: replacing this bank by the copy in the step", bank, saved.step
+                )
             _replace(bank, stored)
         replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
 
     def saved(self, iteration: int, handle: SaveHandle) -> None:
-        """Notes a save. Once it is committed, the bank needs no group any more that was used until then."""
+        """Notes a save. Once this save is committed, the bank no longer needs the groups used before."""
         self._saved = (iteration, handle)
         self.compact()
 
@@ -125,7 +129,8 @@ def read_bank(folder: Path) -> _Bank:
     version = found.get("format_version") if isinstance(found, dict) else None
     if version != _FORMAT:
         raise UnsupportedError(
-            f"{path}: has format {version}, and only {_FORMAT} is known: update mcore_ckpt, or do not attach the bank"
+            f"{path}: has format {version}, but mcore_ckpt knows only format {_FORMAT}: update mcore_ckpt, or do not "
+            "attach the bank"
         )
     try:
         return _Bank(str(found["timeline"]), int(found["compacted_at"]))
@@ -134,7 +139,7 @@ def read_bank(folder: Path) -> _Bank:
 
 
 def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
-    """True if the bank has gone on from the checkpoint's copy, and still has all that the checkpoint needs."""
+    """True if the bank has gone on from the checkpoint's copy, and still has all groups that the checkpoint needs."""
     try:
         found = read_bank(bank)
     except (OSError, CheckpointCorruptError):
@@ -143,7 +148,8 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
         return False
     if found.timeline == of_step.timeline:
         return True
-    # Each start begins a new timeline. This one began with the same checkpoint, and died before it had saved another.
+    # Each life of the training begins a new timeline. The bank also belongs to the checkpoint if its life began with
+    # this checkpoint, and ended before the next save.
     path = bank / _LOADED_FILE
     return path.exists() and parse_json(read_small(path, _MANIFEST_BYTES), path) == loaded
 
