@@ -160,7 +160,9 @@ def test_a_run_moves_over_and_back(fork: str, tmp_path: Path) -> None:
     source.get_samples(8)
     save_actor(tmp_path, 1)
     source.save(1)
-    with pytest.raises(CheckpointNotFoundError, match="name ours by --data-source-path again, or copy the file"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="the data source of mcore_ckpt by --data-source-path again, or copy the file"
+    ):
         newest_with_data(tmp_path, "actor", tmp_path, reads_role=False)
     target = data_file(tmp_path, 1)
     target.write_bytes((tmp_path / "global_steps_1" / "rollout" / target.name).read_bytes())

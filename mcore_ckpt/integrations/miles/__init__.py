@@ -29,11 +29,13 @@ def install(args: Any) -> None:
         UnsupportedError: the run has several adapters, or a hook that expects Megatron-LM's folders.
     """
     if getattr(args, "multi_lora", False):
-        raise UnsupportedError("multi-LoRA is not supported: miles saves such adapters itself. Leave the argument out")
+        raise UnsupportedError(
+            "args.multi_lora is set, which is not supported: miles saves such adapters itself. Leave the argument out"
+        )
     if getattr(args, "custom_megatron_post_save_hook_path", None):
         raise UnsupportedError(
-            "--custom-megatron-post-save-hook-path is not supported: the hook gets Megatron-LM's folder, which is not "
-            "written here. Leave it out, or take --save-hf for a HuggingFace model"
+            "--custom-megatron-post-save-hook-path is not supported: the hook would get Megatron-LM's folder, which "
+            "mcore_ckpt does not write. Leave the argument out, or use --save-hf for a HuggingFace model"
         )
     has_adapters = getattr(args, "lora_rank", 0) > 0 or getattr(args, "lora_adapter_path", None) is not None
     replace_functions("miles", args, AdapterCheckpoints if has_adapters else MilesCheckpoints)

@@ -24,7 +24,7 @@ class MilesCheckpoints(ActorCheckpoints):
     """Saves and loads the model of one of miles' actors or critics."""
 
     def _shares_folder(self) -> bool:
-        # `--critic-save` is another folder, by default `<save>_critic`.
+        # The critic is saved to another folder, `--critic-save` (default: `<save>_critic`).
         return False
 
 
@@ -43,7 +43,7 @@ class AdapterCheckpoints(MilesCheckpoints):
     ) -> tuple[bool, int | None]:
         """Loads the adapters in `--lora-adapter-path`, which this package or miles wrote.
 
-        Returns whether there were any adapters, and the saved rollout id, which is None if only adapters were loaded.
+        Returns whether there were any adapters, and the saved rollout id (None if only adapters were loaded).
 
         Raises CheckpointError: see LoopCheckpoints.load.
         """

@@ -1,4 +1,4 @@
-"""miles' data source (2026-08), which here saves into the steps: `--data-source-path`.
+"""A data source for miles (2026-08) that saves into the steps. `--data-source-path` names it:
 
     --data-source-path mcore_ckpt.integrations.miles.data_source.DataSource
 
@@ -20,12 +20,12 @@ __all__ = ["DataSource", "MilesRolloutInStep"]
 
 
 class MilesRolloutInStep(RolloutInStep):
-    """Makes a data source of miles save into the steps of the actor. Put it first among the bases."""
+    """A mixin that makes a data source of miles save into the steps of the actor. It must be the first base."""
 
     package: ClassVar[str] = "miles"
 
     def _critic_is_beside(self) -> bool:
-        return False  # `--critic-save` is another folder
+        return False  # the critic is saved to another folder, `--critic-save`
 
 
 class DataSource(MilesRolloutInStep, RolloutDataSourceWithBuffer):

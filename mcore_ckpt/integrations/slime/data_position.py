@@ -1,8 +1,8 @@
-"""Finds the newest step that has its position in the prompts' data, which slime saves after the weights.
+"""Finds the newest step that also has its data position, which slime saves after the weights.
 
 slime's driver saves the model, then `<save>/rollout/global_dataset_state_dict_{rollout id}.pt` (`RolloutDataSource`,
-2026-08). If the driver dies in between, slime loads the newest weights, finds no file for them, and silently starts the
-data from the beginning. With our data source the position is a role of the step instead (`rollout_role`).
+2026-08). If the driver dies in between, slime loads the newest weights, finds no data position for them, and silently
+starts the data from the beginning. With our data source the position is a role of the step instead (`rollout_role`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def data_file(root: Path, rollout_id: int) -> Path:
 
 
 def newest_with_data(root: Path, role: str, data_root: Path, reads_role: bool) -> int | None:
-    """Returns the newest complete step that has its data position, if the newest of all complete steps lacks its own.
+    """Returns the newest complete step that has its data position, if the newest complete step lacks it.
 
-    The driver reads the data position of the step that the actors return, so both go back together. The driver looks
-    for the data position in `data_root` (`--load`), and in the step if `reads_role` is set. If None is returned, the
-    newest step is the right one: it has its data position, or there never was one.
+    The driver reads the data position of the step that the actors return, so weights and data go back to the same step.
+    The driver looks for the data position in `data_root` (`--load`), and in the step if `reads_role` is set. None means
+    that the newest step is the right one: it has its data position, or no step ever had one.
 
-    Raises CheckpointNotFoundError: there are data positions, but no step has its own; or the newest step has one that
-    the driver would not read.
+    Raises CheckpointNotFoundError: there are data positions, but no step has its own; or the newest step has its data
+    position in a place where the driver would not look.
     """
     steps = [status for status in complete_steps(root) if role in status.committed]
     if not steps or _has_data(steps[-1], data_root) or not _has_any(steps, data_root):
@@ -50,7 +50,7 @@ def newest_with_data(root: Path, role: str, data_root: Path, reads_role: bool) -
         advice = f"set --ckpt-step {newest.step}"
     for older in reversed(steps[:-1]):
         if _has_data(older, data_root):
-            logger.warning("%s: loading step %d", missing, older.step)
+            logger.warning("%s: loading the older step %d", missing, older.step)
             return older.step
     raise CheckpointNotFoundError(
         f"{missing}, and no older step has its data position: to go on with step {newest.step} and begin the data "
@@ -63,8 +63,9 @@ def _check_is_read(status: StepStatus, data_root: Path) -> None:
     source, target = status.role_dir(ROLLOUT_ROLE), data_file(data_root, status.step)
     if ROLLOUT_ROLE in status.committed and not _is_whole(target):
         raise CheckpointNotFoundError(
-            f"{source}: the step has its data position here, where slime's own data source does not look: name ours by "
-            f"--data-source-path again, or copy the file {target.name} to {target.parent}"
+            f"{source}: the step's data position is in this folder, but slime's own data source does not look there: "
+            f"name the data source of mcore_ckpt by --data-source-path again, or copy the file {target.name} to "
+            f"{target.parent}"
         )
 
 

@@ -1,4 +1,4 @@
-"""slime's data source (2026-08), which here saves into the steps: `--data-source-path`.
+"""A data source for slime (2026-08) that saves into the steps. `--data-source-path` names it:
 
     --data-source-path mcore_ckpt.integrations.slime.data_source.DataSource
 

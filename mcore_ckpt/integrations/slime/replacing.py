@@ -2,7 +2,7 @@
 
 slime has no hook for checkpoints. `slime.backends.megatron_utils` imports Megatron-LM's functions into its modules
 `checkpoint` and `model`, and calls them from there. `--custom-megatron-init-path` names a function that each rank calls
-before the model exists (`initialize.init`), and that function can set these names.
+before the model exists (`initialize.init`), and that function can replace the imported ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
         raise ImportError(f"mcore_ckpt.integrations.{package} needs {package} and Megatron-LM: {error}") from error
     ours = (kind or ActorCheckpoints)(checkpoint, args)
     checkpoint.save_checkpoint = model.save_checkpoint = ours.save_checkpoint
-    # `load_checkpoint` of the package chooses between a HuggingFace folder and Megatron-LM's function of this name.
+    # The package's `load_checkpoint` loads a HuggingFace folder itself, and calls this function for any other folder.
     checkpoint._load_checkpoint_megatron = ours.load_checkpoint
     checkpoint._is_megatron_checkpoint = ours.is_megatron_checkpoint(checkpoint._is_megatron_checkpoint)
     # `save_model` imports this function from there at each call.
@@ -84,7 +84,8 @@ class ActorCheckpoints:
         self._checkpoints = LoopCheckpoints()
         self._hf_config = published_config(args.hf_checkpoint, needed="hf_model" in self._config.save_contents)
         self._tokenizer = published_tokenizer(args.hf_checkpoint)
-        # The driver looks for the data position there. Keep it, because miles later gives the critic another --load.
+        # The folder where the driver looks for the data position. Keep it, because miles later changes --load for the
+        # critic.
         self._data_root = args.load
         # The step that was loaded from each folder, because --keep-old-actor loads the same folder once more.
         self._resumed: dict[str, int] = {}
@@ -133,7 +134,7 @@ class ActorCheckpoints:
         """Loads from `args.load`. Takes the place of Megatron-LM's function.
 
         Returns:
-            The rollout id that was saved (0 with `args.finetune`) and a number of floating-point operations.
+            The rollout id that was saved (0 with `args.finetune`) and the number of floating-point operations so far.
 
         Raises:
             UnsupportedError: an argument cannot be honoured.
@@ -144,7 +145,7 @@ class ActorCheckpoints:
         args, training = Arguments(self._args), self._training(ddp_model, optimizer, opt_param_scheduler)
         args.refuse_unsupported()
         if self._only_critic_was_trained(training):
-            logger.warning("%s has steps of the critic alone, so the actor starts afresh", self._args.load)
+            logger.warning("%s has only steps of the critic, so the actor starts from the beginning", self._args.load)
             return self._load_beginning(training)
         return self._load_ours(training, args)
 
@@ -155,7 +156,7 @@ class ActorCheckpoints:
             if training.role != "critic" or not args["finetune"]:
                 raise
             logger.warning(
-                "the critic keeps the head that it was made with, because the checkpoint has another: %s", error
+                "the critic keeps the head that it was made with, because the checkpoint has another head: %s", error
             )
             with _without_head(training.model):
                 loaded = self._load_whole(training, args, skip_frozen=True)
@@ -183,7 +184,10 @@ class ActorCheckpoints:
         self._checkpoints.finalize(blocking, terminate)
 
     def is_megatron_checkpoint(self, stock: Any) -> Any:
-        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be a step's folder."""
+        """Returns a function that tells checkpoints from HuggingFace folders.
+
+        Besides the package's own checkpoints, it knows the folders of our roles and steps.
+        """
         names = (MANIFEST_FILE, f"*/{MANIFEST_FILE}")
         return lambda path: any(any(Path(path).glob(name)) for name in names) or stock(path)
 
@@ -197,16 +201,16 @@ class ActorCheckpoints:
         if self._has_rollout_role:
             if config.remote is not None:
                 raise UnsupportedError(
-                    f"args.mcore_ckpt has a remote store, whose steps would lack what {self._args.data_source_path} "
-                    "saves: leave out remote, or --data-source-path"
+                    "args.mcore_ckpt has a remote store, but steps there would lack the files of "
+                    f"{self._args.data_source_path}: leave out remote, or --data-source-path"
                 )
             return config
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
-            # The driver may write the data position of a step after the previous step has been deleted.
+            # Keep two steps, because the driver writes the data position of the newest step after its weights.
             config = replace(config, max_to_keep=max(2, config.max_to_keep or 1))
         if config.optimizer_for_last is not None and self._args.rollout_global_dataset:
-            # A run resumes from the step before the newest if the newest has no data position yet.
+            # Keep two optimizers, because a run resumes from the second newest step if the newest has no data position.
             config = replace(config, optimizer_for_last=max(2, config.optimizer_for_last))
         return config
 
@@ -217,13 +221,13 @@ class ActorCheckpoints:
         )
 
     def _shares_folder(self) -> bool:
-        """True if actor and critic save to the same folder. `megatron_config_path` can give each role its own."""
+        """True if actor and critic save to the same folder. (`megatron_config_path` can give each its own folder.)"""
         return bool(self._args.use_critic) and getattr(self._args, "megatron_config_path", None) is None
 
     def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
         """Returns the roles that a step consists of. The driver saves the actor only from a certain rollout on."""
         models = models_of_step(self._args, rollout_id, self._shares_folder())
-        if role not in models:  # its folder is another one
+        if role not in models:  # this role is saved to another folder
             return (role,)
         return (*models, ROLLOUT_ROLE) if self._has_rollout_role else models
 

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_ROLE = "rollout"
 _BUFFER_FILE = "buffer.pt"
-# slime has --async-save and --no-load-optim for these fields. --use-critic decides which roles a step has. Saves always
-# copy at once, because slime puts other models' weights into the live parameters between two steps (`_switch_model`).
+# args.mcore_ckpt cannot set these fields. slime has its own options --async-save and --no-load-optim, and --use-critic
+# decides which roles a step has. Saves always copy at once (snapshot mode), because slime puts other models' weights
+# into the live parameters between two steps (`_switch_model`).
 _SAID_ELSEWHERE = ("async_save", "async_mode", "roles", "load_contents")
 
 
@@ -45,7 +46,7 @@ def read_options(args: Any) -> CheckpointConfig:
 
 
 def models_of_step(args: Any, rollout_id: int, critic_is_beside: bool) -> tuple[str, ...]:
-    """Returns which models the driver saves below `args.save` in one step. Maybe none.
+    """Returns which models the driver saves below `args.save` in one step; () if none.
 
     `critic_is_beside` is True if the critic is saved to the same folder as the actor.
     """
@@ -66,7 +67,7 @@ def has_rollout_role(args: Any) -> bool:
 def uncommit_rollout(root: Path, rollout_id: int) -> None:
     """Undoes what an earlier save of this step has committed for the data source, before the step is saved again.
 
-    Otherwise the new weights would be complete with the old position. Raises OSError.
+    Otherwise the step would be complete with new weights and the old position. Raises OSError.
     """
     folder = step_dir(root, rollout_id) / ROLLOUT_ROLE
     uncommit_role(folder)
@@ -75,12 +76,12 @@ def uncommit_rollout(root: Path, rollout_id: int) -> None:
 
 
 class RolloutInStep:
-    """Makes a data source of slime save into the steps of the actor. Put it first among the bases.
+    """A mixin that makes a data source of slime save into the steps of the actor. It must be the first base.
 
     Attributes:
-        package: the name of slime's package, or of that of a fork.
-        keeps_buffer: whether the samples in `buffer` are saved. Set it to False where samples have images or other
-            objects that are not plain values.
+        package: the name of the package: slime or a fork.
+        keeps_buffer: whether the samples in `buffer` are saved. Set it to False if samples have images or other objects
+            that are not plain values.
 
     Example:
         >>> class MySource(RolloutInStep, RolloutDataSourceWithBuffer): ...  # doctest: +SKIP
@@ -97,8 +98,8 @@ class RolloutInStep:
 
         Raises:
             UnsupportedError: a sample in the buffer has something other than plain values and tensors.
-            CommitError: the files could not be written. With `if_failed: warn` both are logged instead, and the step
-                stays incomplete.
+            CommitError: the files could not be written. With `if_failed: warn` both errors are logged instead, and the
+                step stays incomplete.
         """
         models = models_of_step(self.args, rollout_id, self._critic_is_beside())
         if not models or not self.args.rollout_global_dataset:
@@ -113,7 +114,7 @@ class RolloutInStep:
             logger.warning("the step of rollout %d stays incomplete: %s", rollout_id, error)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Loads the position and the buffer from the step of this rollout, or what slime itself has saved for it.
+        """Loads the position and the buffer from the step of this rollout, or else the position from slime's own file.
 
         Raises CheckpointCorruptError: a file of the step is missing or damaged.
         """
@@ -150,7 +151,7 @@ class RolloutInStep:
                 files.write_values(_BUFFER_FILE, {"groups": buffer})
 
         commit_role(
-            # This is one process without a process group. The trainer locks of the models protect its role, too.
+            # This is one process without a process group. The trainer locks of the models protect this role, too.
             single_process_agreement(ROLLOUT_ROLE, timeout_s),
             step_dir(root, rollout_id) / ROLLOUT_ROLE,
             rollout_id,
@@ -166,20 +167,23 @@ class RolloutInStep:
             return [[to_stored(sample.to_dict(), "sample") for sample in group] for group in groups]
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"the buffer of the data source cannot be saved: {error}. To save without it, set keeps_buffer = False "
-                "in a subclass, and name that by --data-source-path"
+                f"the buffer of the data source cannot be saved: {error}. To save without the buffer, set keeps_buffer "
+                "= False in a subclass, and name this subclass by --data-source-path"
             ) from error
 
     def _fill_buffer(self, groups: list[Any]) -> None:
         if not hasattr(self, "buffer") or not self.keeps_buffer:
-            logger.warning("%d groups of samples were saved, but this data source keeps no buffer", len(groups))
+            logger.warning(
+                "%d groups of samples were saved, but are not loaded, because this data source keeps no buffer",
+                len(groups),
+            )
             return
         sample: Any = import_module(f"{self.package}.utils.types").Sample
         self.buffer[:] = [[sample.from_dict(values) for values in group] for group in groups]
 
     @contextmanager
     def _with_folders(self, **folders: str) -> Iterator[None]:
-        """Lets slime's own method save to or load from another folder. Other objects have the same `args`."""
+        """Lets slime's own method use another folder. Changes only a copy of `args`, which others use."""
         args, self.args = self.args, copy(self.args)
         vars(self.args).update(folders)
         try:
