@@ -24,7 +24,7 @@ def register(worker: str = WORKER) -> None:
 
 
 def choose_worker(worker: str = WORKER) -> None:
-    """Gives our workers to every Policy with the Megatron backend. NeMo-RL's algorithms name no worker.
+    """Gives our workers to every Policy with the Megatron backend. (NeMo-RL's algorithms do not choose one.)
 
     This changes one method of NeMo-RL in the driver's process.
     """
@@ -48,6 +48,6 @@ def _refuse_other_workers(config: Any) -> None:
     chosen = resolve_policy_worker_cls(STOCK_WORKER, config)
     if chosen != STOCK_WORKER:
         raise UnsupportedError(
-            f"the configuration needs the worker {chosen}, whose place ours would take: start the script without "
-            "mcore_ckpt.integrations.nemo_rl"
+            f"the configuration needs the worker {chosen}, which mcore_ckpt.integrations.nemo_rl would replace: start "
+            "the script without mcore_ckpt.integrations.nemo_rl"
         )

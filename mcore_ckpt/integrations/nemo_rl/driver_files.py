@@ -1,15 +1,15 @@
-"""Makes what NeMo-RL's driver writes into a step part of the step.
+"""Protects the files that NeMo-RL's driver writes into a step, by a manifest.
 
 The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` with the
 frontier of the collector into `tmp_step_{N}`, beside the weights, and renames the folder at the end
-(`CheckpointManager._rename_checkpoint`). So a killed driver leaves no half step. But nothing makes these files durable
-or checks them: after a power loss a step with its name may have empty files, and where one is missing, NeMo-RL goes on
-with an empty buffer, without an error.
+(`CheckpointManager._rename_checkpoint`). So a killed driver leaves no half step. But NeMo-RL does not make these files
+durable, and does not check them. After a power loss, a renamed step may have empty files. If a file is missing, NeMo-RL
+goes on with an empty buffer, without an error.
 
     step_{N}/
     ├── manifest.json                   a role of plain files: their sizes and CRCs
     ├── training_info.json, train_dataloader.pt, replay_buffer.pt, rollouts.pt, ...
-    └── policy/weights/policy/          the weights, a checkpoint with a manifest of its own
+    └── policy/weights/policy/          the weights, a checkpoint with its own manifest
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORKERS_FOLDERS = ("weights", "optimizer")
 
 
 def keep_driver_files() -> None:
-    """Lets NeMo-RL's driver seal each step before the rename, and resume only from a step that is whole.
+    """Lets NeMo-RL's driver write a manifest into each step before the rename, and resume only from a whole step.
 
     This changes two methods of NeMo-RL's CheckpointManager in the driver's process.
 
@@ -58,7 +58,7 @@ def keep_driver_files() -> None:
     def get_latest_checkpoint_path(self: Any) -> str | None:
         found = newest_whole(Path(self.checkpoint_dir), lambda step: step in whole)
         if found is not None:
-            whole.add(found)  # the driver asks several times, and a replay buffer may be large
+            whole.add(found)  # check once: the driver asks again, and a replay buffer may be large
         return None if found is None else str(found)
 
     CheckpointManager._rename_checkpoint = seal_and_rename
@@ -66,7 +66,7 @@ def keep_driver_files() -> None:
 
 
 def seal(folder: Path) -> None:
-    """Lists the driver's files in a manifest. Raises OSError and CommitError, and then the step gets no name."""
+    """Lists the driver's files in a manifest. If this raises OSError or CommitError, the step is not renamed."""
     (folder / MANIFEST_FILE).unlink(missing_ok=True)  # from an earlier try of this save
     paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder, 0))
     seal_role(folder, DRIVER_ROLE, _step_of(folder), paths)
@@ -75,8 +75,8 @@ def seal(folder: Path) -> None:
 def newest_whole(root: Path, is_known: Callable[[Path], bool] = lambda step: False) -> Path | None:
     """Returns the newest `step_{N}` whose files are whole; None if there is no step at all.
 
-    A step that NeMo-RL has saved without this package has no manifest, and is taken as it is. Of our weights only the
-    sizes of the files are checked here: a load checks their bytes.
+    A step that NeMo-RL has saved without this package has no manifest, and is not checked. Of our weights, only the
+    sizes of the files are checked here, because a load checks the bytes.
 
     Args:
         root: NeMo-RL's `checkpoint_dir`.

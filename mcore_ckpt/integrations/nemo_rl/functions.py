@@ -1,4 +1,4 @@
-"""Takes the place of Megatron-Bridge's functions in NeMo-RL's workers.
+"""Replaces Megatron-Bridge's functions in NeMo-RL's workers.
 
 NeMo-RL's driver names a folder for each save, `<checkpoint_dir>/tmp_step_{N}/policy/weights`, and renames the step when
 everything is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint of ours is the folder `policy` in `weights`.
@@ -32,10 +32,10 @@ _ITERATION = 0
 
 
 class BridgeFunctions:
-    """Saves and loads for one worker. Its methods are called as Megatron-Bridge's functions of the same names.
+    """Saves and loads for one worker. Its methods replace Megatron-Bridge's functions of the same names.
 
     Args:
-        config: the options of this package, which NeMo-RL's override.
+        config: the options of this package. NeMo-RL's own options override them.
         stock_load: Bridge's `load_checkpoint`, for checkpoints that are not ours.
         hf_config, processing_class: see CheckpointManager.
 
@@ -52,13 +52,13 @@ class BridgeFunctions:
         for name in ("max_to_keep", "keep_every", "keep_best", "keep_for", "optimizer_for_last", "remote", "roles"):
             if getattr(config, name) not in (None, ()):
                 raise InvalidArgumentError(
-                    f"{name} is not for NeMo-RL's workers, because its driver keeps and deletes the steps: leave it "
-                    "out of checkpoint_config"
+                    f"{name} is not for NeMo-RL's workers, because NeMo-RL's driver keeps and deletes the steps: leave "
+                    "it out of checkpoint_config"
                 )
         if config.if_failed != "raise":
             raise InvalidArgumentError(
                 f"if_failed is {config.if_failed!r}: NeMo-RL's driver deletes older steps when the workers report no "
-                "error, so a failed save must raise an error: leave it out of checkpoint_config"
+                "error, so a failed save must raise an error: leave if_failed out of checkpoint_config"
             )
         refuse_fast(config, "checkpoint_config", "NeMo-RL's driver renames the folder of each step")
         refuse_skip(config, "checkpoint_config", "NeMo-RL's driver counts a step as saved when the workers return")
@@ -79,12 +79,13 @@ class BridgeFunctions:
         """Saves into `cfg.checkpoint.save`. With `async_save` the commit follows some time after this method returns.
 
         Raises:
-            UnsupportedError: the configuration asks for something that cannot be honoured. Nothing has been done.
+            UnsupportedError: the configuration asks for something that cannot be honoured. Nothing was saved.
             CheckpointError: see CheckpointManager.save.
         """
         weights = Path(state.cfg.checkpoint.save)
         refuse_save(_context(state, model))
-        # NeMo-RL sets this option for the first load of a run with FP8 parameters, which Bridge does. No save needs it.
+        # NeMo-RL sets this option for the first load of a run with FP8 parameters. Bridge does this load, and no save
+        # needs the option.
         refuse_unsupported(state.cfg.checkpoint, but=("load_main_params_from_ckpt",))
         root, role = _place(weights)
         args = arguments(state.cfg)
@@ -129,7 +130,8 @@ class BridgeFunctions:
             return bool(weights) and (Path(weights) / role / MANIFEST_FILE).exists()
 
         if not decided_by_rank_0("nemo_rl/load", f"looking at {weights}", str(weights), is_ours, timeout_s):
-            # This is the HuggingFace model at the first start, a reference model, or a checkpoint that Bridge wrote.
+            # Bridge loads the HuggingFace model at the first start, a reference model, or a checkpoint that Bridge
+            # wrote.
             return self._stock_load(
                 state,
                 model,
@@ -163,7 +165,8 @@ def _place(weights: Path) -> tuple[Path, str]:
     """
     if weights.name != "weights" or not _STEP.fullmatch(weights.parent.parent.name):
         raise InvalidArgumentError(
-            f"{weights}: NeMo-RL's checkpoints are in <checkpoint_dir>/step_<N>/policy/weights, which this is not"
+            f"{weights}: is not a folder of the form <checkpoint_dir>/step_<N>/policy/weights, as NeMo-RL names its "
+            "checkpoints"
         )
     return weights.parents[2], weights.parent.name
 

@@ -27,18 +27,23 @@ from mcore_ckpt.integrations.nemo_rl.functions import BridgeFunctions
 
 
 class CheckpointedWorkerImpl(stock.MegatronPolicyWorkerImpl):
-    """NeMo-RL's worker with our checkpoints. Derive from this class and not from PolicyWorker, an actor of ray.
+    """NeMo-RL's worker with our checkpoints.
+
+    Derive from this class, not from PolicyWorker, because PolicyWorker is an actor of ray.
 
     Attributes:
-        checkpoint_config: options that a subclass may set. NeMo-RL's own (`policy.megatron_cfg.checkpoint.async_save`,
-            `checkpointing.save_optimizer`) override them.
+        checkpoint_config: options that a subclass may set. NeMo-RL's own options
+            (`policy.megatron_cfg.checkpoint.async_save`, `checkpointing.save_optimizer`) override these.
     """
 
     checkpoint_config: ClassVar[CheckpointConfig] = CheckpointConfig()
 
     def __init__(self, config: Any, tokenizer: Any, *args: Any, **more: Any) -> None:
         if config.get("quant_cfg") is not None:
-            raise UnsupportedError("quant_cfg is set: quantized policies need another worker of NeMo-RL")
+            raise UnsupportedError(
+                "quant_cfg is set: quantized policies need another worker of NeMo-RL, so start the script without "
+                "mcore_ckpt.integrations.nemo_rl"
+            )
         hf_config = published_config(
             config.get("model_name"), needed="hf_model" in self.checkpoint_config.save_contents
         )
@@ -49,11 +54,11 @@ class CheckpointedWorkerImpl(stock.MegatronPolicyWorkerImpl):
         super().__init__(config, tokenizer, *args, **more)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **more: Any) -> None:
-        """Saves as NeMo-RL's worker does, and shows its driver that the optimizer is in the checkpoint."""
+        """Saves as NeMo-RL's worker does, and makes the folder that tells the driver that the optimizer was saved."""
         super().save_checkpoint(weights_path, optimizer_path, **more)
         if optimizer_path is not None and dist.get_rank() == 0:
-            # `CheckpointManager.get_resume_paths` looks for this folder. It is not left empty, because some programs
-            # copy no empty folders.
+            # `CheckpointManager.get_resume_paths` looks for this folder. A file is put into it, because some programs
+            # do not copy empty folders.
             folder = Path(optimizer_path)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "README.txt").write_text("The optimizer is in the checkpoint in the folder weights.\n")
