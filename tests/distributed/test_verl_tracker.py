@@ -196,7 +196,7 @@ def test_the_only_step_is_not_given_up_because_it_is_damaged(shared_path: Path) 
                 flip_a_bit(step_folder(shared_path, 1) / MODEL_FILE)
         message = refused(training, step_folder(shared_path, 1) / "actor", CheckpointCorruptError)
         with everywhere():
-            assert "there are global_step_1: load one by its path, or delete" in message
+            assert "there are the folders global_step_1: load one by its path, or delete" in message
             assert tracked(shared_path) == "1"
 
 
@@ -211,7 +211,7 @@ def test_a_run_whose_steps_lack_the_role_keeps_its_tracker(shared_path: Path) ->
         messages = raised_everywhere(CheckpointNotFoundError, error)
         manager.close()
         with everywhere():
-            assert "there are global_step_1, global_step_2: load one by its path" in messages[0]
+            assert "there are the folders global_step_1, global_step_2: load one by its path" in messages[0]
             assert tracked(shared_path) == "2"
 
 

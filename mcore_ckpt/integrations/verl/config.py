@@ -42,7 +42,7 @@ class McoreCkptConfig(_OwnOptions, McoreCheckpointConfig):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Ray pickles the options of a critic (verl 0.6 to 0.9, `RayPPOTrainer.init_workers`) and of an SFT run
-        # (sft_trainer_ray) for the workers. Unpickling does not call __post_init__.
+        # (sft_trainer_ray) for the workers. Unpickling does not call __post_init__, so switch over here.
         self.__dict__.update(state)
         switch_over()
 
@@ -58,7 +58,7 @@ def switch_over() -> None:
     if engines.HAS_VENDORS:
         _choose_vendor()
     elif find_spec("verl.workers.megatron_workers") is not None:
-        from mcore_ckpt.integrations.verl import workers  # noqa: F401  (takes its place there)
+        from mcore_ckpt.integrations.verl import workers  # noqa: F401  (the import replaces verl's manager)
 
 
 def _choose_vendor() -> None:

@@ -1,7 +1,7 @@
 """Makes verl's megatron engines save and load with this package.
 
 Importing this module registers the engines. verl 0.9 uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`; verl 0.6 to 0.8
-have no vendors, so there they take the place of verl's own.
+have no vendors, so there our engines replace verl's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _WithCheckpoints:
     ) -> None:
         """Saves like verl's engine, but leaves offloaded state in host memory.
 
-        verl's engine first loads the state back to the GPU, whose memory the rollout needs now.
+        verl's own engine would first bring the state back to the GPU, but the rollout needs the GPU's memory now.
         """
         manager = self.checkpoint_mananager
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.module):
@@ -78,24 +78,26 @@ class _WithCheckpoints:
     ) -> None:
         """Loads like verl's engine, but does not delete the checkpoint by default.
 
-        verl's engine deletes it by default, and verl's SFT trainer does not pass the argument.
+        verl's own engine deletes the checkpoint by default, and verl's SFT trainer does not pass
+        `del_local_after_load`.
         """
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load, **kwargs)  # type: ignore[misc]
 
 
 class LanguageModelEngine(_WithCheckpoints, MegatronEngineWithLMHead):
-    """verl's engine for actors and SFT, which here saves and loads with this package."""
+    """verl's engine for actors and SFT, with checkpoints of this package."""
 
 
 class ValueModelEngine(_WithCheckpoints, MegatronEngineWithValueHead):
-    """verl's engine for critics, which here saves and loads with this package."""
+    """verl's engine for critics, with checkpoints of this package."""
 
 
 def _register(model_type: str, engine: type[Any]) -> None:
     if HAS_VENDORS:
         EngineRegistry.register(model_type=model_type, backend="megatron", device="cuda", vendor=VENDOR)(engine)
         return
-    # `EngineRegistry.register` (0.6 to 0.8) keeps the engine that was registered first, which is verl's own.
+    # `EngineRegistry.register` (0.6 to 0.8) keeps the engine that was registered first, which is verl's own. So replace
+    # that engine directly.
     EngineRegistry._engines[model_type]["megatron"]["cuda"] = engine
 
 

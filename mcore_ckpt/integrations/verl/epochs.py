@@ -8,7 +8,7 @@ from typing import Any
 class ResumesAtEpochEnd:
     """A mixin that corrects how verl's SFTTrainer resumes at the end of an epoch. It must be the first base.
 
-    It is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. The data loader's state at the end of an
+    This is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. The data loader's state at the end of an
     epoch records that all batches have been used. verl's CheckpointHandler loads that state into the loader of the next
     epoch, which then ends before its first batch. So the run skips an epoch, or ends immediately and reports success.
     """
@@ -25,7 +25,7 @@ class ResumesAtEpochEnd:
         super().__init__(config)  # type: ignore[call-arg]
         step = self.resume_global_step
         # After the very last step the exhausted loader must stay. With a new loader the trainer would train one more
-        # step, because it checks whether it is done only after a step.
+        # step, because the trainer checks only after a step whether it has reached the last one.
         if 0 < step < self.total_training_steps and step % self.steps_per_epoch == 0:
             # A new loader is enough, because the trainer computes the epoch from the step.
             self._build_dataloader()

@@ -1,6 +1,6 @@
 """Registers our engines when verl is imported (entry point `verl.plugins`).
 
-It does so only if VERL_ENGINE_VENDOR names them, because importing them takes seconds.
+The engines are imported only if VERL_ENGINE_VENDOR names them, because their import takes seconds.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ import os
 from mcore_ckpt.integrations.verl.vendor import VENDOR
 
 if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
-    from mcore_ckpt.integrations.verl import engines  # noqa: F401  (registers them)
+    from mcore_ckpt.integrations.verl import engines  # noqa: F401  (the import registers them)

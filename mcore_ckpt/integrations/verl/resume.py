@@ -1,4 +1,4 @@
-"""Checks that the step that verl resumes from is complete. If it is not, this module corrects the tracker.
+"""Checks that the step from which verl resumes is complete, and otherwise corrects the tracker.
 
 verl resumes from the step that its tracker names. But verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`)
 writes the tracker before an async save is committed, so that step can be incomplete. When verl loads the checkpoint, it
@@ -44,7 +44,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
-    """Says which parts a step lacks because its trainer died while saving it.
+    """Says which parts a step lacks because its trainer died during the save.
 
     A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
     start its data from the beginning.
@@ -98,8 +98,8 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
         # These steps are damaged, or belong to another role or program. Only the user may decide to ignore them and to
         # start from the beginning.
         return (
-            f"{newest} that {place.folder.name} can be loaded from, but there are {', '.join(there)}: load one by its "
-            f"path, or delete or move these folders and {tracker_path} to start from the beginning"
+            f"{newest} from which {place.folder.name} can be loaded, but there are the folders {', '.join(there)}: "
+            f"load one by its path, or delete or move these folders and {tracker_path} to start from the beginning"
         )
     if step is None:
         remove_tracker(place.root)
@@ -109,10 +109,10 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
 
 
 def bare_steps(place: Place) -> list[int]:
-    """Returns the steps of which the root has verl's data but no checkpoint, and that no run would resume from.
+    """Returns the steps for which the root has verl's data but no checkpoint, and from which no run would resume.
 
     It leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete step in
-    the root. The nodes of the fast tier may still have the steps that it returns. Raises OSError.
+    the root. The nodes of a fast tier may still have the returned steps. Raises OSError.
     """
     complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0
@@ -137,7 +137,7 @@ def remove_steps(root: Path, steps: Collection[int]) -> None:
 
 def _whole_steps(place: Place, on_nodes: OnNodes) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
-    # If only the nodes have a step, its folder in the root has no commit.
+    # A step that only the nodes have also has a folder in the root, but without a commit. Do not count that folder.
     here = [status for status in list_steps(place.root) if status.committed or status.step not in on_nodes]
     everywhere: list[StepStatus | NodeStep] = [*here, *on_nodes.values()]
     last_first = reversed(oldest_first(everywhere))

@@ -1,9 +1,9 @@
 """Reads the parts of a checkpoint that verl's own manager keeps outside of its `torch_dist` shards.
 
-- HuggingFace weights, which it writes by default.
+- HuggingFace weights, which verl writes by default.
 - The adapters of verl 0.7: a file per rank. 0.8 and newer have adapters in `torch_dist` shards.
-- The value head of a critic. mbridge saves verl's critics: it calls the head `lm_head.weight`, with one row, and writes
-  the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for it is `score.weight`.
+- The value head of a critic. mbridge saves verl's critics. It calls the head `lm_head.weight`, with one row, and writes
+  the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for such a head is `score.weight`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.ranks import read_topology
 from mcore_ckpt.state import process_groups_of
 
-# The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.8.
+# The folder of HuggingFace weights in verl 0.9 (`get_hf_model_checkpoint_path`), and that in 0.5 to 0.8.
 _WEIGHTS = ("model/huggingface", "huggingface")
 _ADAPTERS = "adapter_checkpoint"  # the folder that `save_adapter_checkpoint` fills
 _HEAD = "lm_head.weight"
@@ -33,8 +33,8 @@ _Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 def huggingface_weights(folder: Path) -> Path | None:
     """Returns the folder of the HuggingFace weights; None if there is none, or if `torch_dist` shards hold the model.
 
-    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model. For a model with adapters it
-    writes only shards of the adapters.
+    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model. For a model with adapters,
+    verl writes only shards of the adapters.
 
     Raises CheckpointCorruptError: the list of shards is damaged.
     """
@@ -57,8 +57,8 @@ def adapter_folder(folder: Path) -> Path | None:
 
 
 def value_head_file(folder: Path) -> Path | None:
-    """Returns the file of a HuggingFace folder that has a critic's head as verl writes it; None if there is none."""
-    from safetensors import safe_open  # verl needs it, too
+    """Returns the file with a critic's head, under verl's name, in a HuggingFace folder; None if there is none."""
+    from safetensors import safe_open  # verl depends on this package, too
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -68,7 +68,7 @@ def value_head_file(folder: Path) -> Path | None:
 
 
 def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
-    """Fills the model's adapters from an `adapter_folder`, under the layout that they were saved with.
+    """Fills the model's adapters from an `adapter_folder`. The parallel layout must be the saved one.
 
     Every rank calls it. Also sets the optimizer's main parameters from the adapters, unless `optimizer` is None.
 
@@ -126,8 +126,8 @@ def _read_adapters(chunk: Any, file: Path) -> _Pairs:
     if not isinstance(saved, Mapping) or saved.keys() != live.keys():
         names = sorted(map(str, live.keys() ^ (saved.keys() if isinstance(saved, Mapping) else set())))
         raise CheckpointMismatchError(
-            f"{file}: has adapters other than those that the model trains: the file or the model lacks "
-            f"{', '.join(names[:3])} (verl 0.7 saves nothing but adapters): build the model with the file's adapters"
+            f"{file}: its adapters are not the ones that the model trains: the file or the model lacks "
+            f"{', '.join(names[:3])} (verl 0.7 saves only adapters): build the model with the file's adapters"
         )
     for name, tensor in saved.items():
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):

@@ -1,3 +1,3 @@
-"""The name by which verl's registry of engines knows ours."""
+"""The name under which verl's registry knows our engines."""
 
 VENDOR = "mcore_ckpt"

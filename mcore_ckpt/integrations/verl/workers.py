@@ -1,8 +1,8 @@
 """Makes the megatron workers of verl 0.4 to 0.7 save and load with this package.
 
-These workers look the checkpoint manager up by name in `verl.workers.megatron_workers`, and importing this module
-replaces it there. So `model.external_lib` can name this module: the workers import it before they make the manager.
-verl 0.8 and newer have engines instead (`engines.py`), and import `model.external_lib` only for the actor.
+These workers look the checkpoint manager up by name in `verl.workers.megatron_workers`, and the import of this module
+replaces the manager there. So `model.external_lib` can name this module: the workers import it before they make the
+manager. verl 0.8 and newer have engines instead (`engines.py`), and import `model.external_lib` only for the actor.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ if find_spec("verl.workers.megatron_workers") is None:
     import verl
 
     raise ImportError(
-        f"verl {verl.__version__} has no megatron workers, which verl 0.4 to 0.7 have: instead of model.external_lib, "
-        "set checkpoint._target_=mcore_ckpt.integrations.verl.McoreCkptConfig, as docs/integrations.md says"
+        f"verl {verl.__version__} has no megatron workers (only verl 0.4 to 0.7 have them): instead of "
+        "model.external_lib, set checkpoint._target_=mcore_ckpt.integrations.verl.McoreCkptConfig, as "
+        "docs/integrations.md says"
     )
 from verl.workers import megatron_workers
 
