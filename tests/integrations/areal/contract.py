@@ -184,7 +184,7 @@ def test_a_trainer_gets_ours(tmp_path: Path) -> None:
     assert trainer.saver.config.freq_steps == 3
     assert type(trainer.recover_handler) is ours.RecoverHandler
     assert trainer.recover_handler._others == {"critic": critic}
-    with pytest.raises(AttributeError, match="has no saver yet"):
+    with pytest.raises(AttributeError, match="saver has not been assigned yet"):
         _ = object.__new__(Trainer).saver
 
 
