@@ -49,8 +49,8 @@ class Checkpointer:
     A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. A save to any other path is committed in the
     same way, and replaces an older folder there.
 
-    The arguments are the engine's own, as in CheckpointManager. The config's `save_contents` and `load_contents` have
-    no effect, because each call names the contents.
+    The arguments are the engine's objects, which CheckpointManager describes. The config's `save_contents` and
+    `load_contents` have no effect, because each call names the contents.
 
     Raises InvalidArgumentError: the config has rules of retention, although the RecoverHandler decides which
     steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
@@ -82,7 +82,9 @@ class Checkpointer:
             if getattr(self._config, field) not in (None, ()):
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
         refuse_fast(self._config, "checkpoint_config", "AReaL's RecoverHandler writes recover_info only to the root")
-        refuse_skip(self._config, "checkpoint_config", "AReaL's RecoverHandler waits for a step of all engines")
+        refuse_skip(
+            self._config, "checkpoint_config", "AReaL's RecoverHandler needs a save of each engine to complete a step"
+        )
         self._saving = KeptManager()
         self._export: HfExport | None = None
 

@@ -1,7 +1,7 @@
 """AReaL's Megatron engines (1.0.4) with our checkpointer.
 
 Use these classes in place of AReaL's. A controller tells its workers the dotted path of the class, and each worker
-imports it:
+imports the class:
 
     actor = MegatronPPOActor.as_controller(config, scheduler)
 """

@@ -1,4 +1,4 @@
-"""Replaces AReaL's Evaluator (1.0.4), whose timer has the same defects as the Saver's (docs/features.md)."""
+"""Replaces AReaL's Evaluator (1.0.4), whose timer has the same defects as that of AReaL's Saver (docs/features.md)."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class RecoverHandler(areal.RecoverHandler):
             return
         left = [name for name in engines_of(step) if name not in engines]
         if left:
-            logger.warning("%s also has %s, which this training does not load", step.path, ", ".join(left))
+            logger.warning("%s also has the engines %s, which this training does not load", step.path, ", ".join(left))
 
     def _load_engine(self, engine: Any, step: RecoveryStep, name: str) -> None:
         try:

@@ -92,7 +92,7 @@ def write(
         read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
             rank, all ranks raise.
         before, may_commit: functions that rank 0 calls: `before` before anything is written, `may_commit` right before
-            the commit. An error that one of them raises stops the commit.
+            the commit. If one of them raises an error, nothing is committed.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -125,7 +125,7 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 
     def returned() -> Progress:
         if failures:
-            raise failures.pop()  # not kept, because its traceback keeps the callers' objects alive
+            raise failures.pop()  # removed, because the error's traceback keeps the callers' objects alive
         return progress
 
     return returned

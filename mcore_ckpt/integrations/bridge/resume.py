@@ -90,9 +90,9 @@ def _check_not_missing(checkpoint: Any) -> None:
     asked = [f"{name} is {getattr(checkpoint, name)}" for name in _NEEDED if _is_asked(getattr(checkpoint, name))]
     if asked and not (checkpoint.load and _has_checkpoint(Path(checkpoint.load))):
         raise CheckpointNotFoundError(
-            f"checkpoint.load is {checkpoint.load}, where there is no checkpoint, and checkpoint.{asked[0]}: name the "
+            f"checkpoint.load is {checkpoint.load}, which has no checkpoint, but checkpoint.{asked[0]}: name the "
             f"folder of all checkpoints in checkpoint.load, or leave out checkpoint.{asked[0].split()[0]} to begin "
-            "without one"
+            "without a checkpoint"
         )
 
 

@@ -1,7 +1,7 @@
 """The code that all integrations share.
 
 - `kept`: the one CheckpointManager that an integration keeps between saves;
-- `options`: options that a framework cannot honour, and its words for how many checkpoints stay;
+- `options`: options that a framework cannot honour, and how many checkpoints a framework keeps;
 - `together`: decisions of rank 0 for all ranks;
 - `published`: the config of the HuggingFace model that a training started from;
 - `loop`: saving and loading for loops like Megatron-LM's, with `arguments` (their options, by Megatron-LM's names),

@@ -40,7 +40,9 @@ class CheckpointUploader:
 
     def __init__(self, output_dir: str, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise InvalidArgumentError(f"arguments {args} have no names: pass checkpoint_config as keyword arguments")
+            raise InvalidArgumentError(
+                f"positional arguments {args} are not supported: pass checkpoint_config as keyword arguments"
+            )
         self.options = read_options({"output_dir": output_dir, **kwargs})
         self.roles: tuple[str, ...] | None = None
 
