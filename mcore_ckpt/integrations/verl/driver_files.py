@@ -1,4 +1,4 @@
-"""Commits what verl's driver writes into a step as a role of the step, and brings it back.
+"""Commits the files that verl's driver writes into a step as a role of this step, and restores them.
 
     <root>/global_step_{N}/
     ├── actor/  critic/     committed by the workers
@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 DRIVER = "driver"
 """The name of the role."""
 
-# TransferQueue writes one file for each value that it has put on an SSD, and each file is synced.
+# Threads that sync files: TransferQueue writes a file for each value that it has put on an SSD.
 _THREADS = 8
 
 
 def add_files(step_path: Path, files: RoleWriter) -> None:
-    """Adds all that the driver has written into a step. Raises OSError."""
+    """Adds all files that the driver has written into a step. Raises OSError."""
     found = _files_in(companions_of(step_path))
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(lambda path: files.add(path, found[path], _shares(path)), sorted(found)))
@@ -63,15 +63,16 @@ def _files_in(entries: dict[str, Path]) -> dict[str, Path]:
 
 
 def _shares(path: str) -> bool:
-    # TransferQueue writes a new folder and renames it. `torch.save` overwrites the file that is there.
+    # Files in folders are hard links: TransferQueue writes a new folder and renames it, but `torch.save` overwrites a
+    # file.
     return "/" in path
 
 
 def put_back(step_path: Path) -> None:
-    """Makes the files in a step's folder, which verl's driver is about to read, those that are committed with the step.
+    """Restores the committed files in a step's folder, because verl's driver is about to read them.
 
-    They differ after a power loss, or if the driver died while it saved the step again. Nothing happens in a step
-    without this role.
+    After a power loss, or if the driver died while it saved the step again, the files there differ from the committed
+    ones. A step without this role is left as it is.
 
     Raises CheckpointCorruptError: a committed file is damaged. OSError: a file cannot be put back.
     """
@@ -86,7 +87,7 @@ def put_back(step_path: Path) -> None:
     for name in sorted({path.partition("/")[0] for path in paths}):
         own = [path for path in paths if path.partition("/")[0] == name]
         if not all(committed.is_same(path, step_path / path) for path in own):
-            logger.warning("%s: is put back, because it is not what was committed", step_path / name)
+            logger.warning("%s: is replaced by the committed copy, because it differs", step_path / name)
             _replace(step_path, name, own, committed)
 
 
@@ -107,17 +108,17 @@ def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader
 
 
 def correct_tracker(root: Path) -> None:
-    """Makes the tracker name a complete step if the driver died while it saved. Raises OSError.
+    """Makes the tracker name a complete step if the driver died during a save. Raises OSError.
 
     Without `async_save` verl writes the tracker in place, before it calls the driver's callback. So the tracker may be
-    empty, or name a step that the driver has not committed. verl could not resume from either.
+    empty, or name a step that the driver has not committed. verl could not resume in either case.
     """
     tracker_path, tracked = root / TRACKER_FILE, read_tracker(root)
     if not tracker_path.exists() or (tracked is not None and not _lacks_driver(root, tracked)):
         return
     step = step_to_go_back_to(Place.of(root / f"global_step_{tracked or 0}" / "actor", "actor"))
     if step is not None:
-        logger.warning("%s: names step %d from now on, because the driver died while it saved", tracker_path, step)
+        logger.warning("%s: names step %d from now on, because the driver died during a save", tracker_path, step)
         write_tracker(root, step)
     elif all(DRIVER in status.missing for status in list_steps(root) if holds_something(status)):
         logger.warning("%s: is removed, because no save was ever completed", tracker_path)

@@ -16,7 +16,7 @@ from mcore_ckpt.integrations.verl.driver_files import DRIVER
 from mcore_ckpt.integrations.verl.options import read_options, settings_of
 from mcore_ckpt.integrations.verl.vendor import VENDOR
 
-# Where the configuration has the options of each role that is trained.
+# The places in the configuration that have the options of each trained role.
 _PLACES = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
 _OURS = "mcore_ckpt.integrations.verl.McoreCkptConfig"
 
@@ -27,9 +27,9 @@ def trained_roles(has_critic: bool) -> tuple[str, ...]:
 
 
 def declare_driver(config: Any, has_critic: bool) -> tuple[str, ...]:
-    """Adds the roles of a step to the options that the workers will get, and returns them.
+    """Adds the roles of a step to the options that the workers will get, and returns the roles.
 
-    They are those that the user has named, or else those that are trained, and the driver's.
+    These are the roles that the user has named, or else the trained roles; and the driver's role.
 
     Raises InvalidArgumentError: a role that is trained is not saved by this package, so no step would be complete.
     """
@@ -54,15 +54,15 @@ def settings_of_run(config: Any, has_critic: bool) -> CheckpointConfig:
     counts = [trainer.get(f"max_{role}_ckpt_to_keep") for role in trained_roles(has_critic)]
     if trainer.get("remove_previous_ckpt_in_save"):
         counts = [1]
-    # A step goes as a whole, so the smaller number counts.
+    # A step is deleted with all its roles, so the smaller number counts.
     smallest = min((count for each in counts if (count := kept_count(each)) is not None), default=None)
     settings = settings_of(read_options(_options(config, "actor")), smallest)
     why = "the driver's files are only in the shared folder, so a step on the nodes would never be complete"
     refuse_fast(settings, "verl's checkpoint options", why)
     if settings.remote is not None or trainer.default_hdfs_dir:
         raise UnsupportedError(
-            "trainer.checkpoint_callback_class makes the driver's files a part of each step, and copies in a remote "
-            "store would lack them, so they would never be complete: leave remote and trainer.default_hdfs_dir out"
+            "trainer.checkpoint_callback_class makes the driver's files a role of each step, but copies in a remote "
+            "store would lack this role, and never be complete: leave remote and trainer.default_hdfs_dir out"
         )
     return settings
 

@@ -1,4 +1,4 @@
-"""A callback of verl's trainer that makes what the driver writes beside a checkpoint a part of it (verl 0.9)."""
+"""A callback of verl's trainer (0.9) that commits the files of verl's driver as a role of each step."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _POLL_S = 0.2
 class DriverRole(CheckpointCallback):
     """Makes `data.pt` and `transfer_queue/` a role of each step. Give it as `trainer.checkpoint_callback_class`.
 
-    A step is then complete once the workers have committed, and then the driver. verl makes the callback in its driver
-    before it makes the workers, and calls it after the driver has written.
+    A step is then complete once the workers, and after them the driver, have committed. verl makes the callback in its
+    driver before the workers, and calls it after the driver has written its files.
 
     Args:
-        config: verl's whole configuration. Its `checkpoint.roles` get the roles of a step, because the workers cannot
-            see whether the driver will commit.
+        config: verl's whole configuration. DriverRole sets `checkpoint.roles` in it, because the workers cannot see
+            whether the driver will commit.
 
     Raises:
         InvalidArgumentError: a role that is trained is not saved by this package, so no step would be complete.
@@ -75,14 +75,14 @@ class DriverRole(CheckpointCallback):
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **more: Any
     ) -> None:
-        """Commits what the driver has written into a step, after the workers, and moves the tracker to the step.
+        """Commits the driver's files in a step after the workers, and moves the tracker to the step.
 
-        With `async_save` the training goes on meanwhile, until the next save or the last step.
+        With `async_save`, this happens in the background until the next save or the last step.
 
         Raises CheckpointError: the role was not committed, so the step is not complete. After an async save, the next
-        call or `wait` raises it. With `if_failed="warn"` it is only logged.
+        call or `wait` raises this error. With `if_failed="warn"` the error is only logged.
         """
-        # The workers have begun the next save, so the one before has ended.
+        # The workers have begun this save, so their previous save has ended.
         self._next_save.set()
         self.wait()
         self._next_save.clear()
@@ -120,7 +120,7 @@ class DriverRole(CheckpointCallback):
             self._commit(step_path, step)
         except (CheckpointError, OSError) as error:
             if self._config.if_failed == "warn":
-                logger.warning("%s: is not complete: %s", step_path, error)
+                logger.warning("%s: this step stays incomplete: %s", step_path, error)
             else:
                 self._failure = error if isinstance(error, CheckpointError) else CommitError(str(error))
 
@@ -145,10 +145,11 @@ class DriverRole(CheckpointCallback):
     def _await_workers(self, step_path: Path) -> ManifestSummary:
         """Waits until the workers have committed to a step, and returns the last commit among them.
 
-        If the driver committed before them, to a step that is saved again after a rollback, the role would complete
-        what an earlier start has left of the step.
+        After a rollback, a step is saved again. If the driver committed before the workers, its role would complete the
+        step with the old roles of an earlier start.
 
-        Raises CommitError: they have not committed, although the next save has begun or somebody has waited too long.
+        Raises CommitError: the workers have not committed, although the next save has begun or the time for waiting is
+        over.
         """
         while True:
             there = [head for head in step_status(step_path).heads if head.role in self._trained]
@@ -169,7 +170,7 @@ class DriverRole(CheckpointCallback):
         self._has_saved = True
 
     def _delete_old(self, step: int) -> None:
-        """Deletes old steps. When the workers did, this one was not complete yet, so it did not count."""
+        """Deletes old steps. (When the workers delete, the new step is not complete yet, so it does not count.)"""
         policy = PreservationPolicy.of(self._config)
         if policy.max_to_keep is None and policy.optimizer_for_last is None:
             return

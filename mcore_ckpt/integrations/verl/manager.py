@@ -40,14 +40,14 @@ _managers: WeakSet[MegatronCheckpointManager] = WeakSet()
 class MegatronCheckpointManager:
     """A checkpoint manager that replaces verl's class of the same name. Every rank makes one.
 
-    It touches nothing on disk before the first save or load, because only these calls name the folder.
+    The constructor touches nothing on disk, because only saves and loads name the folder.
 
     Args:
         model: the list of virtual chunks.
         optimizer: megatron's optimizer, or None.
-        optimizer_scheduler: megatron's LR scheduler, or None. Its position is loaded together with the optimizer.
-            verl's option `use_checkpoint_opt_param_scheduler` decides only whether the saved schedule or the configured
-            one continues from that position.
+        optimizer_scheduler: megatron's LR scheduler, or None. The scheduler's position is loaded together with the
+            optimizer. verl's option `use_checkpoint_opt_param_scheduler` decides only whether the saved schedule or the
+            configured one continues from that position.
         checkpoint_config: verl's options `save_contents`, `load_contents` (None means model, optimizer and extra) and
             `async_save`, and the options that McoreCkptConfig adds.
         checkpoint_contents: the option of verl 0.4 that replaces both `save_contents` and `load_contents`.
@@ -56,11 +56,12 @@ class MegatronCheckpointManager:
         processing_class: a tokenizer or processor to write into the checkpoint.
         tokenizer: the name of `processing_class` in verl 0.4.
         frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then
-            `save_checkpoint` returns only after it has copied them, whatever `async_mode` is.
+            `save_checkpoint` returns only after it has copied the state, whatever `async_mode` is.
         peft_cls: given for a model with LoRA adapters. Only the adapters are then saved and loaded, because the trainer
-            loads the base model from its own files. `hf_model` writes them in PEFT's form into `huggingface/adapter/`.
+            loads the base model from its own files. `hf_model` writes the adapters in PEFT's form into
+            `huggingface/adapter/`.
         use_megatron_fsdp: must be False.
-        of_verl: other arguments that verl passes. They are ignored, because a checkpoint does not need them.
+        of_verl: other arguments that verl passes, which are ignored.
 
     Raises:
         UnsupportedError: `use_megatron_fsdp` is True.
@@ -155,11 +156,11 @@ class MegatronCheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or its trainer died while saving the step. The message
-                names the newest complete step. If the tracker named the step that cannot be loaded, the tracker names
-                the complete step from then on.
+                names the newest complete step. If the tracker named the step that cannot be loaded, it is changed to
+                the complete step.
             CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed, except that the
-                weights of a checkpoint of verl's own manager may have been loaded.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing was loaded, except perhaps the
+                weights of a checkpoint of verl's own manager.
         """
         place = Place.of(local_path, self.role)
         config = settings_of(self._options, None, hdfs_path)
@@ -186,13 +187,13 @@ class MegatronCheckpointManager:
             self._delete_later = place
 
     def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
-        """Removes verl's data of steps that only the nodes had and that they no longer have. Every rank calls it."""
+        """Removes verl's data of steps that were only on the nodes, and are gone there. Every rank calls it."""
 
         def bare() -> dict[str, Any]:
             try:
                 return {"steps": resume.bare_steps(place)}
             except OSError as error:
-                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
+                logger.warning("%s: data of steps that only the nodes had cannot be deleted: %s", place.root, error)
                 return {"steps": []}
 
         steps = manager.agree("looking for data without a checkpoint", {"path": str(place.folder)}, bare)["steps"]
@@ -204,7 +205,7 @@ class MegatronCheckpointManager:
             try:
                 resume.remove_steps(place.root, set(steps) - there)
             except OSError as error:
-                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
+                logger.warning("%s: data of steps that only the nodes had cannot be deleted: %s", place.root, error)
 
     def _load(self, manager: CheckpointManager, place: Place, seen: dict[str, Any]) -> None:
         if not seen["there"] and place.step is not None and self._config.remote is not None:
@@ -229,12 +230,12 @@ class MegatronCheckpointManager:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
     def _look_at(self, place: Place, on_nodes: resume.OnNodes) -> dict[str, Any]:
-        """Returns the files of verl's own manager that rank 0 sees in a folder, as JSON values; "" for a missing one.
+        """Returns the files of verl's own manager that rank 0 sees in a folder, as JSON values; "" for a missing file.
 
-        `on_nodes` has the steps that the nodes of the fast tier have.
+        `on_nodes` has the steps in the nodes' folders of a fast tier.
         """
         # With adapters, verl 0.7.0 also writes HuggingFace weights with the adapters merged into them. The base model
-        # must not get these.
+        # must not get these merged weights.
         weights = None if self._config.skip_frozen else huggingface_weights(place.folder)
         return {
             "there": place.step in on_nodes or resume.is_checkpoint(place.folder),
@@ -245,8 +246,8 @@ class MegatronCheckpointManager:
         }
 
     def _damage_of_driver(self, place: Place) -> str | None:
-        """Puts the driver's files of a step in their place. Returns what is damaged, or None."""
-        # One role is enough. verl loads the actor before the driver loads its files.
+        """Restores the driver's files of a step. Returns what is damaged, or None."""
+        # The actor's manager alone does this, because verl loads the actor before the driver loads its files.
         if place.step_path is None or place.is_flat or self.role != "actor":
             return None
         try:
@@ -271,13 +272,13 @@ class MegatronCheckpointManager:
         self._kept.close()
 
     def _manager_of(self, place: Place, config: CheckpointConfig) -> CheckpointManager:
-        """Returns the manager. Makes a new one if there is none, or if the root or the options have changed."""
+        """Returns the manager. Makes a new manager if there is none, or if the root or the options have changed."""
         manager = self._kept.get(place.root, self._trainer, config)
         self._config = config
         return manager
 
     def _is_in(self, root: Path) -> bool:
-        """True if there is a manager, and it is for this root."""
+        """True if there is a manager for this root."""
         return self._kept.manager is not None and self._kept.manager.root == root
 
     def _roles(self, place: Place) -> tuple[str, ...]:

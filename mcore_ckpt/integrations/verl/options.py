@@ -48,7 +48,7 @@ def read_options(options: Any) -> dict[str, Any]:
 
 
 def settings_of(options: Mapping[str, Any], max_to_keep: int | None, hdfs_path: str | None = None) -> CheckpointConfig:
-    """Returns the configuration for options that `read_options` returned, and for what verl passes to each save.
+    """Returns the CheckpointConfig for options from `read_options` and for verl's arguments of a save.
 
     Raises InvalidArgumentError: options contradict each other or have impossible values.
     """
@@ -58,7 +58,7 @@ def settings_of(options: Mapping[str, Any], max_to_keep: int | None, hdfs_path: 
         found.update(remote=remote_root(hdfs_path), prune_remote=False)
     if max_to_keep is None:
         for rule in ("keep_every", "keep_best", "keep_for"):
-            found.pop(rule, None)  # refused without max_to_keep, and not needed then, because all steps stay
+            found.pop(rule, None)  # not allowed without max_to_keep, and not needed, because all steps stay
     return CheckpointConfig(**found)
 
 

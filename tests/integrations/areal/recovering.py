@@ -454,7 +454,7 @@ def test_an_engine_in_another_process_has_only_a_text_to_tell(tmp_path: Path) ->
             trainer.recover_handler.load(*parts)
         return str(raised.value)
 
-    assert "move global_steps_1 away" in in_child(work)
+    assert "move global_steps_1 out of" in in_child(work)
 
 
 def test_the_launchers_of_areal_find_nothing_of_their_own(tmp_path: Path) -> None:
