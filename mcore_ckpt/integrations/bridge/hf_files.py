@@ -38,7 +38,7 @@ class PublishedConfig:
         except (OSError, ValueError) as error:
             kind = InvalidArgumentError if isinstance(error, ValueError) else RemoteError
             raise kind(
-                f"{source}: the config, which checkpoint.also_save_hf_checkpoint needs, cannot be read: {error}. Set "
+                f"{source}: its config, which checkpoint.also_save_hf_checkpoint needs, cannot be read: {error}. Set "
                 "checkpoint.hf_source_path to a folder that all nodes share, or call configure(hf_config=...)"
             ) from None
 
