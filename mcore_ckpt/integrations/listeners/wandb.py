@@ -18,11 +18,11 @@ class WandbListener:
     """Logs `mcore_ckpt/<role>/<figure>`, and the step as `mcore_ckpt/<role>/step`.
 
     The figures become part of the row that the trainer logs next, or of the run's last row (`commit=False`). A separate
-    row would count up W&B's step, and W&B refuses figures that a trainer then logs with a lower step.
+    row would increase W&B's step, and W&B refuses figures that a trainer then logs with a lower step.
 
     Args:
-        run: what `wandb.init` returned. None: the run that is active when an event comes; `wandb.init` must have been
-            called by then. Pass the listener only on ranks that have a run.
+        run: the run that `wandb.init` returned. None: the run that is active when an event comes; `wandb.init` must
+            have been called by then. Pass the listener only on ranks that have a run.
 
     Example:
         >>> WandbListener(wandb.init(project="pretraining"))  # doctest: +SKIP
@@ -30,7 +30,7 @@ class WandbListener:
 
     def __init__(self, run: Run | None = None) -> None:
         if run is None:
-            _active_run()  # fails now if the package is missing
+            _active_run()  # raises ImportError now if wandb is missing
         self._run = run
 
     def __call__(self, event: Event) -> None:

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
-    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`, and moves the tracker if that completes the step.
+    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`, and moves the tracker if this commit completes the
+    step.
 
     Args:
         root: the folder of all steps.
@@ -91,7 +92,7 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
     """Returns the newest `checkpoint-{N}` that is complete and intact; None if there never was one.
 
     `verify` reads all files and checks their CRCs. Otherwise only the sizes are checked, and a load checks the CRCs of
-    what it reads.
+    the bytes that it reads.
 
     Raises CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
     """

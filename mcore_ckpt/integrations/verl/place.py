@@ -26,7 +26,7 @@ class Place:
 
     @staticmethod
     def of(local_path: str | os.PathLike[str], role: str) -> Place:
-        """Returns the place of a path for one role."""
+        """Returns the root and the step to which a path of this role belongs."""
         folder = Path(os.path.abspath(local_path))
         step_path = folder if parse_step(folder.name) is not None else folder.parent
         step = parse_step(step_path.name)
