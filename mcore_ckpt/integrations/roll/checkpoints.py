@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
-    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`, and moves the tracker if this commit completes the
-    step.
+    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`. Moves the tracker if the step is then complete.
 
     Args:
         root: the folder of all steps.

@@ -59,7 +59,7 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
         raise ImportError(f"mcore_ckpt.integrations.{package} needs {package} and Megatron-LM: {error}") from error
     ours = (kind or ActorCheckpoints)(checkpoint, args)
     checkpoint.save_checkpoint = model.save_checkpoint = ours.save_checkpoint
-    # The package's `load_checkpoint` loads a HuggingFace folder itself, and calls this function for any other folder.
+    # The package's `load_checkpoint` calls this function, unless it takes the folder for a HuggingFace folder.
     checkpoint._load_checkpoint_megatron = ours.load_checkpoint
     checkpoint._is_megatron_checkpoint = ours.is_megatron_checkpoint(checkpoint._is_megatron_checkpoint)
     # `save_model` imports this function from there at each call.
