@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints
-from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
-from mcore_ckpt.integrations.verl.options import read_options
+from mcore_ckpt.integrations.verl.options import read_options, settings_of
 
 RULES = {"keep_every": 5, "keep_best": ["reward:1:max"], "keep_for": 60.0}
 
@@ -29,9 +27,7 @@ def test_slime_goes_back_one_step_with_its_optimizer(has_positions: bool) -> Non
 
 @pytest.mark.parametrize("max_to_keep", [None, 3])
 def test_verl_needs_no_rule_if_all_steps_stay(max_to_keep: int | None) -> None:
-    manager: Any = MegatronCheckpointManager.__new__(MegatronCheckpointManager)
-    manager._options = read_options({**RULES, "optimizer_for_last": 2})
-    config = manager._with(None, max_to_keep)
+    config = settings_of(read_options({**RULES, "optimizer_for_last": 2}), max_to_keep)
     assert config.optimizer_for_last == 2
     if max_to_keep is None:
         assert (config.keep_every, config.keep_best, config.keep_for) == (None, (), None)
