@@ -19,6 +19,7 @@ from mcore_ckpt.formats.huggingface.safetensors_files import read_file
 from mcore_ckpt.formats.huggingface.stored_weights import StoredWeights
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.io import tuning
+from mcore_ckpt.models.accounting import SCALES
 from mcore_ckpt.models.quantization import quantization_of, without_quantization
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
@@ -230,6 +231,15 @@ def test_what_cannot_be_dequantized_is_refused_by_name(
     changed = change(folders[form], tmp_path / "changed", names, **fields)
     with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
         HuggingFaceReader(read_contents(changed))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_describes_codes_is_told_as_left_out(form: str, folders: dict[str, Path]) -> None:
+    contents = read_contents(folders[form])
+    endings = ("_scale", "_scale_inv", "_scales", "_shape")
+    described = {name for name in contents.tensors if name.endswith(endings)}
+    found = {each.reason: set(each.tensors) for each in HuggingFaceReader(contents).left_out}
+    assert found[SCALES] == described
 
 
 def test_scales_of_activations_and_of_the_cache_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
