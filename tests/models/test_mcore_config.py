@@ -305,6 +305,13 @@ def test_windows() -> None:
     assert transformer_of("gpt_oss")["window_attn_skip_freq"] == [1, 0, 1, 0]
 
 
+def test_kinds_of_more_layers_than_there_are() -> None:
+    """Models that were made smaller may still have them."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = model_from_config({**make_config("gpt_oss"), "layer_types": kinds})
+    assert to_mcore_config(config).transformer["window_attn_skip_freq"] == [1, 0, 1, 0]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("llama", {"attention_bias": True}, "attention_bias is True"),
@@ -337,6 +344,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"mtp_num_hidden_layers": 1, "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
         "mtp_num_hidden_layers is 1, and the last layer has linear attention",
     ),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries for 4 layers"),
     ("qwen3_5_text-mtp", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True"),
     ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
@@ -361,6 +369,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "deepseek_v2",
         {"n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
         "num_experts_per_tok 6 and topk_group 3, .* ranks groups by their 2 best experts",
+    ),
+    *(
+        (name, {"text_config": {**make_config(name)["text_config"], "attention_bias": True}}, "attention_bias is True")
+        for name in ("qwen3_vl", "qwen3_vl_moe")
     ),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
     ("llama", {"dtype": "int8"}, "dtype is 'int8'"),

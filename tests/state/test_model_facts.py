@@ -38,6 +38,7 @@ BASE: dict[str, dict[str, Any]] = {
     "repeated mtp": {"mtp_use_repeated_layer": True, "mtp_num_layers": 1},
     "mup": {"use_mup": True},
 }
+HYBRID_WINDOW = {"is_hybrid_model": True, "window_size": [1, 0], "num_layers": 5}
 COMMON = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "position_embedding_type": "rope"}
 
 
@@ -148,6 +149,11 @@ def test_a_longer_context_changes_the_base_on_purpose() -> None:
         (
             {"window_size": (1, 0), "window_attn_skip_freq": 2},
             {"window_size": [1, 0], "window_attn_skip_freq": [1, 0] * 2},
+        ),
+        # Of a HybridModel, only the layers with attention count.
+        (
+            {**HYBRID_WINDOW, "hybrid_layer_pattern": "M*-M*", "window_attn_skip_freq": [0, 1, 0, 0, 0]},
+            {**HYBRID_WINDOW, "hybrid_layer_pattern": "M*|-M*", "window_attn_skip_freq": [1, 1, 1, 1, 0]},
         ),
         # An older megatron lacks the field, and computes with the default.
         ({}, {"qk_l2_norm": False, "mlp_multipliers": [1.0, 1.0]}),
