@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import commit, leftovers, optimizer_files, work_folders
 from mcore_ckpt.steps.choice import newest
 from mcore_ckpt.steps.listing import complete_steps, list_steps
-from mcore_ckpt.steps.optimizer_files import drop_optimizer, find_dropped
+from mcore_ckpt.steps.optimizer_files import drop_optimizer, find_dropped, remove_dropped
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
@@ -71,6 +72,22 @@ def test_each_role_keeps_the_optimizers_of_its_own_newest_steps(tmp_path: Path) 
     delete_old_steps(tmp_path, PreservationPolicy(optimizer_for_last=2))
     assert with_optimizer(tmp_path) == ["1/critic", "2/actor", "3/actor"]
     assert all(status.is_complete for status in list_steps(tmp_path))
+
+
+def test_a_role_without_weights_keeps_its_optimizer(tmp_path: Path) -> None:
+    """Nothing would be left to load."""
+    for step in (1, 2):
+        save_small(tmp_path, step, contents=("optimizer", "extra"))
+    delete_old_steps(tmp_path, ONE)
+    assert with_optimizer(tmp_path) == ["1/actor", "2/actor"]
+
+
+def test_a_role_that_has_lost_its_optimizer_does_not_lose_it_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_small(tmp_path, step)
+    assert [decision.loses for decision in judge(list_steps(tmp_path), ONE)] == [(ROLE,), ()]
+    delete_old_steps(tmp_path, ONE)
+    assert [decision.loses for decision in judge(list_steps(tmp_path), ONE)] == [(), ()]
 
 
 def test_incomplete_steps_neither_count_nor_lose_it(tmp_path: Path) -> None:
@@ -192,6 +209,16 @@ def test_prune_and_the_next_start_remove_what_a_dead_process_has_left(
         else:
             prune(tmp_path, PreservationPolicy())
         assert sorted(os.listdir(role_dir)) == ["manifest.json", "model", "rng_states"]
+
+
+def test_files_that_the_manifest_lists_are_not_removed(tmp_path: Path, dead_pid: int) -> None:
+    role_dir = save_small(tmp_path, 1)
+    manifest = read_manifest(role_dir)
+    (role_dir / file_names.MANIFEST_FILE).unlink()
+    commit.write_manifest(role_dir, replace(manifest, dropped=("optimizer",)))
+    own(role_dir, dead_owner(dead_pid))
+    assert remove_dropped(role_dir) == []
+    assert all((role_dir / name).exists() for name in FILES)
 
 
 def test_the_store_keeps_what_was_uploaded(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def save_small(
     number: Commit | None = None,
     metrics: Mapping[str, float] | None = None,
     created: str = "2026-01-01T00:00:00+00:00",
+    contents: Sequence[str] = ("model", "optimizer", "extra"),
 ) -> Path:
     """Commits a checkpoint with an optimizer. Each file holds the id of the save. Returns the role's folder.
 
@@ -42,7 +43,7 @@ def save_small(
     files = [(0, WrittenFile(name, name.split("/")[0], len(data), crc32(data))) for name in FILES]
     manifest = replace(
         files_manifest(role, step, roles or (role,), attempt, files, 1),
-        contents=("model", "optimizer", "extra"),
+        contents=tuple(contents),
         created=created,
         commit=number,
         metrics=metrics or {},
