@@ -97,15 +97,18 @@ def make(
     adapters: AdapterSettings | None = None,
     stepped: Collection[str] | None = None,
     facts: Facts | None = None,
+    opaque: Tensors | None = None,
 ) -> Path:
     """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say.
 
-    `stepped` names the tensors that the optimizer has a state of: all, unless it is given.
+    `stepped` names the tensors that the optimizer has a state of: all, unless it is given. Each model file has all of
+    `opaque`, the states of modules.
     """
     role_dir = file_names.step_dir(root, STEP) / role
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
-    names = tuple(sorted(tensors, key=natural_order))
+    names, states = tuple(sorted(tensors, key=natural_order)), opaque or {}
+    everything = tuple(sorted({*names, *states}, key=natural_order))
     files: list[tuple[int, WrittenFile, bool]] = []
     for rank in range(tp):
         regions = {
@@ -115,7 +118,10 @@ def make(
         model = WriteRequest(
             file_names.model_file(rank, 0),
             "model",
-            tuple(_write((n,), n, "model", local[n], regions[n]) for n in names),
+            (
+                *(_write((n,), n, "model", local[n], regions[n]) for n in names),
+                *(_write((n,), n, "opaque", state, Region.whole(tuple(state.shape))) for n, state in states.items()),
+            ),
         )
         kinds = ("exp_avg",) if aliased else ("param", "exp_avg")
         optimizer = WriteRequest(
@@ -155,9 +161,11 @@ def make(
         topology=Topology(world_size=tp, tp=tp, etp=tp),
         ranks=tuple(RankCoordinates(tp=rank, etp=rank) for rank in range(tp)),
         stages=(StageRecord(0, 0, tuple(range(LAYERS)), ()),),
-        tensors=names,
+        tensors=everything,
         files=tuple(
-            FileRecord(f.path, f.kind, rank, f.size, f.crc32, f.index, Holds(runs(range(len(names))) if held else ()))
+            FileRecord(
+                *(f.path, f.kind, rank, f.size, f.crc32, f.index), Holds(runs(range(len(everything))) if held else ())
+            )
             for rank, f, held in files
         ),
     )

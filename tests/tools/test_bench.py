@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.convert.to_native import convert_to_native
 from mcore_ckpt.tools.examine.doctor.speed import FILE_SYSTEM, PROCESSORS
 from mcore_ckpt.tools.maintain.bench import predict as predicting
+from mcore_ckpt.tools.maintain.bench import trial_saves
 from mcore_ckpt.tools.maintain.bench.predict import (
     COMMIT,
     COPY,
@@ -253,3 +254,11 @@ def test_a_trial_save_is_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixt
         assert copied_file.read_bytes() == in_place_file.read_bytes()
         saves.save(copied=True)
     assert sorted(path.name for path in (tmp_path / "steps").glob("global*")) == ["global_steps_1", "global_steps_2"]
+
+
+def test_a_trial_save_looks_at_its_files_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a save does, so that the time of a commit contains it."""
+    monkeypatch.setattr(trial_saves, "sync_names", lambda staging, paths: (staging / min(paths)).unlink())
+    cannot_see = pytest.raises(CommitError, match="rank 0 cannot see it")
+    with TrialSaves(tmp_path / "steps", 1 << 20, ranks=1) as saves, cannot_see:
+        saves.save(copied=False)

@@ -16,7 +16,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, adapter_settings
 from mcore_ckpt.tools.convert.merge_plan import OpenCheckpoint
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
-from tests.support.tiny_models import make_config
+from tests.support.tiny_models import make_config, make_hf_folder
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.adapter."
 LORA = {f"{FC1}linear_in.weight": (4, 64), f"{FC1}linear_out.weight": (192, 4)}
@@ -51,6 +51,18 @@ def test_rows_that_bridge_permutes_are_refused(adapters: dict[str, Shape], piece
             job.plan()
     else:
         assert job.plan().adapter is not None
+
+
+def test_a_base_model_of_another_size_is_refused(tmp_path: Path) -> None:
+    base = make_hf_folder(tmp_path / "base", "qwen3", intermediate_size=32)
+    infos = {name: TensorInfo(torch.float32, shape) for name, shape in LORA.items()}
+    found, model = FoundCheckpoint(Path("ckpt"), "torch_dist"), model_from_config(make_config("qwen3"))
+    reader = ShardReader(Path("ckpt"), infos, lambda name: [])
+    options: ExportOptions = {"dtype": None, "max_shard_bytes": 10**9, "least_files": 1, "blocks": None}
+    job = AdapterMerge(OpenCheckpoint(found, model, reader, infos), "merge", AdapterSettings(8), base, options)
+    words = r"layers\.0\.mlp\.down_proj\.weight: has shape \[64, 32\] in the base model, but .* requires \[64, 96\]"
+    with pytest.raises(CheckpointMismatchError, match=words):
+        job.plan()
 
 
 def test_alpha_of_other_programs(tmp_path: Path) -> None:

@@ -148,6 +148,16 @@ def test_generators_and_extra_state(tmp_path: Path) -> None:
     assert [read_plain(again, file) for file in manifest_of(again).files_of("rng")] == [{"seed": seed}] * 2
 
 
+def test_states_of_modules_are_copied_whole(tmp_path: Path) -> None:
+    name, state = "decoder.layers.1.mlp.linear_fc1._extra_state", torch.arange(12, dtype=torch.uint8)
+    source = make(tmp_path / "a", tensors_of(), opaque={name: state})
+    there = resharded(source, tmp_path / "b", tp=2, pp=2)
+    for tp in range(2):
+        first, second = (torch.load(there / file_names.model_file(tp, pp), weights_only=True) for pp in range(2))
+        assert torch.equal(first[name], state)
+        assert name not in second
+
+
 def test_vocabulary_is_padded_anew(tmp_path: Path) -> None:
     tensors = tensors_of()
     source = make(tmp_path / "a", tensors)
@@ -397,6 +407,7 @@ def test_a_step_is_resharded_whole_and_a_role_alone(tmp_path: Path) -> None:
         make(tmp_path / "a", tensors, role=role, roles=("actor", "critic"))
     report = reshard(select(tmp_path / "a"), tmp_path / "b", WantedLayout(tp=2))
     assert [role.role for role in report.roles] == ["actor", "critic"]
+    assert report.nbytes == 2 * report.roles[0].nbytes
     (status,) = steps.complete_steps(tmp_path / "b")
     assert status.committed == {"actor", "critic"}
     reshard(select(tmp_path / "a" / f"global_steps_{STEP}" / "critic"), tmp_path / "c", WantedLayout(tp=2))
