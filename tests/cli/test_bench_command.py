@@ -11,6 +11,7 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.tools.maintain.bench import bench, speeds, trial_saves
 from tests.support.privileges import without_privileges
 from tests.support.small_disks import tmpfs
+from tests.support.tiny_models import make_hf_folder
 
 FAST = ("--megabytes", "2")
 GIVEN_SPEEDS = speeds.Speeds(1, 10**6, ((10**6, 1e9), (4 * 10**6, 1e9)), *[1e9] * 5, "", *[0.01] * 4)
@@ -33,7 +34,13 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         in words
     )
     assert "the prediction holds if each of 8 nodes writes as fast as this one, all at once" in words
-    for row in ("copying 2.0 MB in host memory", "commit", "first async save at once: stall", "ratio"):
+    for row in (
+        "copying 2.0 MB in host memory",
+        "commit",
+        "first async save at once: stall",
+        "ratio",
+        "load, same layout",
+    ):
         assert row in words
     assert list(tmp_path.iterdir()) == []
 
@@ -90,6 +97,17 @@ def test_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 def test_a_number_of_parameters(text: str, parameters: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(tmp_path), *FAST, "--model", text, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size"]["parameters"] == parameters
+
+
+def test_a_model_below_the_home_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell leaves `--model=~/hf` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_hf_folder(tmp_path / "hf", "qwen3")
+    (tmp_path / "root").mkdir()
+    assert main(["bench", str(tmp_path / "root"), *FAST, "--model=~/hf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"]["tensors"] > 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.distributed.run import parse_args
 
 from mcore_ckpt.cli.demo import runner
-from mcore_ckpt.cli.demo.report import LiveReport
+from mcore_ckpt.cli.demo.report import LiveReport, checkpoint_tree
 from mcore_ckpt.cli.main import main
 from tests.support.forks import Launched, launch
 from tests.support.waiting import wait_for
@@ -238,6 +238,25 @@ def test_ctrl_c_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
 
 def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_the_tree_of_the_checkpoints(tmp_path: Path) -> None:
+    """The newest in full, older ones in a line each, and sizes."""
+    sizes = {"global_steps_8/actor/model.pt": 1500, "global_steps_12/actor/manifest.json": 10, "latest.txt": 2}
+    for name, size in {**sizes, ".hidden/x": 1}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    outcome: Any = SimpleNamespace(plan=SimpleNamespace(checkpoints=tmp_path), checkpoint=tmp_path / "global_steps_12")
+    shown = io.StringIO()
+    Console(file=shown, width=500).print(checkpoint_tree(outcome))
+    assert [line.strip("│├└─ ") for line in shown.getvalue().splitlines()] == [
+        f"{tmp_path}/",
+        "global_steps_8/  1.5 kB",
+        "global_steps_12/  10 B",
+        "actor/  10 B",
+        "manifest.json  10 B",
+        "latest.txt  2 B",
+    ]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
