@@ -103,7 +103,8 @@ class PartFiles:
 
         Raises:
             HungDiskError: the disk hangs, so that the staging folder, into which the functions write, is not there yet.
-            CommitError: a function raised something, or returned something that a part cannot consist of.
+            CommitError: a function raised something.
+            InvalidTypeError: a function returned something that a part cannot consist of.
         """
         functions = {name: save for name, save in self._contents.items() if callable(save)}
         self._having_folder = frozenset(functions)

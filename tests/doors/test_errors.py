@@ -90,6 +90,7 @@ CALLS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "a save to no home": (lambda root: manager_of(root).save(1, path="~no such user/x"), ValueError),
     "a huge step": (lambda root: manager_of(root).save(10**400), ValueError),
     "roles as text": (lambda root: resumable_steps(root, "actor"), ValueError),
+    "a config that is a dict": (lambda root: CheckpointManager(root, Model(), config={}), TypeError),  # type: ignore[arg-type]
     "lr_scheduler": (lambda root: CheckpointManager(root, Model(), lr_scheduler=3), TypeError),
     "an hf_config that is a path": (lambda root: CheckpointManager(root, Model(), hf_config="/model"), TypeError),
     "processing_class": (lambda root: CheckpointManager(root, Model(), processing_class="/model"), TypeError),

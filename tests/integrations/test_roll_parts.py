@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CommitError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.examine.verify import verify
@@ -121,6 +127,23 @@ def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path:
 def test_options_that_nobody_knows_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_options(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("save_contents", ["model"]),
+        ("load_contents", ["model"]),
+        ("max_to_keep", 3),
+        ("roles", ["actor_train"]),
+        ("remote", "s3://bucket/run"),
+        ("prune_remote", True),
+        ("upload_timeout_s", 60.0),
+    ],
+)
+def test_options_that_roll_decides_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        read_options({"output_dir": "/models/run", name: value})
 
 
 def test_options_are_rolls_and_ours() -> None:

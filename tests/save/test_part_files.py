@@ -215,6 +215,11 @@ def test_a_file_that_changes_while_it_is_saved_fails_the_save(
     refused(manager, take(folder), "has changed while it was saved: leave it as it is")
 
 
+@pytest.mark.parametrize("returned", [7, lambda: 7], ids=["at once", "later"])
+def test_what_a_part_cannot_consist_of(manager: CheckpointManager, returned: Any) -> None:
+    refused(manager, lambda _: returned, "part 'part' is a int: use bytes", InvalidTypeError)
+
+
 def test_every_kind_of_bytes_and_a_part_without_files(manager: CheckpointManager) -> None:
     wide = memoryview(bytes(range(100)))
     found: dict[str, Any] = {}
