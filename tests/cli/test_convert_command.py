@@ -166,7 +166,7 @@ def test_what_cannot_be_converted_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--tp", "3"], 1, "attention heads cannot be divided"),
+        (["--tp", "3"], 1, "attention heads of this tensor cannot be divided"),
         (["--pp", "3"], 1, "4 layers on pp = 3"),
         (["--tp", "0"], 2, "tp is 0"),
         (["--ep", "2"], 2, "no experts"),
@@ -191,7 +191,7 @@ def test_heads_of_mixers_must_divide(
     """Rows would: two heads of 8."""
     folder = make_hf_folder(tmp_path / "hf", name, **{field: 2})
     assert convert(folder, tmp_path / "out", "--tp", "4") == 1
-    assert f"2 {what} cannot be divided among tp = 4" in capsys.readouterr().err
+    assert f"2 {what} of this tensor cannot be divided among tp = 4" in capsys.readouterr().err
     assert convert(folder, tmp_path / "out", "--tp", "2", "--test") == 0
 
 
