@@ -26,7 +26,7 @@ def test_only_rslora_changes_the_alpha(more: dict[str, Any], alpha: float) -> No
 
 def test_rslora_with_several_ranks_is_refused() -> None:
     adapter = {"lora_alpha": 32, "r": 16, "use_rslora": True, "rank_pattern": {"down_proj": 8}}
-    with pytest.raises(UnsupportedError, match=r"adapter_config\.json: use_rslora with a rank_pattern"):
+    with pytest.raises(UnsupportedError, match=r"adapter_config\.json: has use_rslora and a rank_pattern"):
         effective_alpha(adapter, FOLDER)
 
 

@@ -536,7 +536,7 @@ def test_a_file_that_is_cut_or_missing_is_found(remote: RemoteSteps, root: Path,
     folder = folder_of(remote, root)
     record = first_file(folder, kind)
     spoil(folder, record.path, cut)
-    with pytest.raises(CheckpointCorruptError, match=f"not the {record.size} of the manifest"):
+    with pytest.raises(CheckpointCorruptError, match=f"the manifest says {record.size}"):
         checkpoints.read_folder(folder)
     remote.store.fs.rm_file(remote.store._path(f"{folder.key}/{record.path}"))
     with pytest.raises(CheckpointCorruptError, match="missing"):
