@@ -2,7 +2,7 @@
 # Kills trainings at random points of save, commit, retention and load, and checks that nothing is lost or torn; see
 # docs/reliability.md.
 #
-#     scripts/chaos.sh [--kills 200] [--seed 1] [--chains 3] [--log FILE]
+#     scripts/chaos.sh [--kills 200] [--seed 1] [--chains 3] [--part-megabytes 0] [--log FILE]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # With the megatron-core that scripts/test.sh has put on the path, or else that of requirements.txt.

@@ -14,6 +14,7 @@ class PartsOfStep:
         rank: this rank.
         work: a folder in which this rank makes what it hands over.
         repeats: how often the number of the step is in each file. The default makes files of some calls.
+        folder_repeats: the same for the files of the folder; None: as often as in the others.
 
     Attributes:
         step: the step that the parts are of: set it before a save, and compare it after a load.
@@ -21,8 +22,18 @@ class PartsOfStep:
 
     NAMES = ("counter", "rollouts", "prompts")
 
-    def __init__(self, manager: CheckpointManager, rank: int, work: Path, repeats: int = 20_000) -> None:
+    FILES = ("a", "below/b", "below/c")  # of the folder
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        rank: int,
+        work: Path,
+        repeats: int = 20_000,
+        folder_repeats: int | None = None,
+    ) -> None:
         self.step, self._rank, self._work, self._repeats = 0, rank, work, repeats
+        self._folder_repeats = repeats if folder_repeats is None else folder_repeats
         self._seen: dict[str, int] = {}
         if rank == 0:
             manager.attach("counter", save=lambda folder: self._data(), load=self._load_bytes)
@@ -35,8 +46,8 @@ class PartsOfStep:
     def _folder(self) -> Path:
         folder = self._work / f"rollouts-{self.step}"
         (folder / "below").mkdir(parents=True, exist_ok=True)
-        for name in ("a", "below/b", "below/c"):
-            (folder / name).write_bytes(self._data())
+        for name in self.FILES:
+            (folder / name).write_bytes(b"%08d" % self.step * self._folder_repeats)
         return folder
 
     def _write(self, folder: Path) -> Any:
@@ -55,7 +66,8 @@ class PartsOfStep:
         self._note(part, [path.read_bytes() for path in part.folder().rglob("*") if path.is_file()])
 
     def _note(self, part: SavedPart, files: list[bytes]) -> None:
-        assert set(files) == {b"%08d" % part.step * self._repeats}, f"{part.name} of step {part.step}"
+        repeats = self._folder_repeats if part.name == "rollouts" else self._repeats
+        assert set(files) == {b"%08d" % part.step * repeats}, f"{part.name} of step {part.step}"
         self._seen[part.name] = part.step
 
     def check_loaded(self, step: int) -> None:

@@ -1,6 +1,6 @@
 """Kills trainings at random points and looks at what is left.
 
-    scripts/chaos.sh --kills 200 --seed 1 [--chains 3] [--log FILE]
+    scripts/chaos.sh --kills 200 --seed 1 [--chains 3] [--part-megabytes 0] [--log FILE]
 
 A chain is one folder of checkpoints and one training after the other: each loads what the killed one before it has
 left, bit for bit, or the run fails. torch and megatron are imported once; every rank of every life is a fork.
@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ class Outcome:
 class Chain:
     """One folder of checkpoints, and the lives of the training that writes it."""
 
-    def __init__(self, seed: str, folder: Path, port: int) -> None:
+    def __init__(self, seed: str, folder: Path, port: int, part_megabytes: int) -> None:
         self._random = random.Random(seed)
+        self._part_megabytes = part_megabytes
         self._folder = folder
         self._port = port
         self._lives = 0
@@ -126,7 +128,7 @@ class Chain:
         yield self._record(last, Plan(self._life(), ()), "last")
 
     def _life(self, **changes: Any) -> Life:
-        return Life(self._lives, str(self._folder), self._port, **changes)
+        return Life(self._lives, str(self._folder), self._port, part_megabytes=self._part_megabytes, **changes)
 
     def _undisturbed(self, name: str) -> Outcome:
         outcome = self._live(Plan(self._life(), ()))
@@ -219,10 +221,10 @@ def reports_of(life: Life) -> dict[int, dict[str, Any]]:
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
 
 
-def run_chain(seed: str, folder: Path, kills: int, write: int) -> None:
+def run_chain(seed: str, folder: Path, kills: int, write: int, part_megabytes: int) -> None:
     pid, port = host_store()
     try:
-        for record in Chain(seed, folder, port).run(kills):
+        for record in Chain(seed, folder, port, part_megabytes).run(kills):
             os.write(write, (json.dumps(record) + "\n").encode())
     finally:
         end_store(pid)
@@ -233,12 +235,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chains", type=int, default=3, help="trainings at the same time; a part of the seed")
+    parser.add_argument("--part-megabytes", type=int, default=0, help="size of the part that is a folder; 0: small")
     parser.add_argument("--log", type=Path, help="where the log goes, too")
     arguments = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        records = run_chains(run_chain, arguments.seed, arguments.chains, arguments.kills, Path(folder))
+        chain = partial(run_chain, part_megabytes=arguments.part_megabytes)
+        records = run_chains(chain, arguments.seed, arguments.chains, arguments.kills, Path(folder))
         return report(records, arguments)
 
 

@@ -44,6 +44,7 @@ STEPS = 2
 class Life:
     """`kill_rank` dies by itself, at its `kill_at`-th event of `kill_phase`; None: nobody does. `again`: the step that
     was loaded is saved once more. `exchange`: folders can be swapped in one step. `background`: saves are async.
+    `part_megabytes`: the size of the part that is a folder; 0: that of the others.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Life:
     kill_rank: int | None = None
     kill_phase: str = ""
     kill_at: int = 0
+    part_megabytes: int = 0
 
     @property
     def root(self) -> Path:
@@ -137,7 +139,8 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
-            parts = PartsOfStep(manager, rank, Path(life.folder))
+            repeats = life.part_megabytes * 125_000 // len(PartsOfStep.FILES) or None
+            parts = PartsOfStep(manager, rank, Path(life.folder), folder_repeats=repeats)
             for seat in (manager._trainer.agreement, manager._context.commits):
                 seat._store = WatchedStore(seat._store, watch)
         with ledger(life.folder, rank).open("a", buffering=1) as book:
