@@ -95,8 +95,8 @@ def recover(
             step is complete with these roles. The message lists all steps. Nothing has changed.
         CheckpointCorruptError: none of the steps that were tried can be loaded. The message lists these steps, and says
             in which state models and optimizers are now.
-        CheckpointMismatchError: a checkpoint is intact, but belongs to another model. Older steps are not tried. Or
-            retention has removed the optimizer of all steps that are left (`CheckpointConfig.optimizer_for_last`).
+        CheckpointMismatchError: a checkpoint is intact, but belongs to another model (older steps are then not tried),
+            or retention has removed the optimizer of all steps that are left (`CheckpointConfig.optimizer_for_last`).
         AgreementError: a rank is still missing after all retries.
         InvalidArgumentError: an argument has a value that is not allowed.
 
@@ -107,7 +107,7 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
-    with ExitStack() as calls:  # a rank that stops tells the other ranks, in whichever role's load they wait
+    with ExitStack() as calls:  # if a rank stops, the other ranks learn of it, whichever role they are loading
         for manager in by_role.values():
             calls.enter_context(manager._call("resuming"))
         return _recovered(by_role, resume, retries)
@@ -187,8 +187,8 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         should training start from the beginning.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but no step is complete with these roles. The message gives the
-            reason for each step. Or `step` is given, and that step is not complete with these roles.
+        CheckpointNotFoundError: there are checkpoints, but no step is complete with these roles; or `step` is given,
+            and that step is not complete with these roles. The message gives the reason for each step.
         CheckpointCorruptError: no step is complete with these roles, and files of a committed step are missing.
         OSError: the root cannot be read.
 
@@ -277,7 +277,7 @@ def _newest(
     Args:
         steps: the steps to try, in this order, each with the folders to lock meanwhile.
         lost: why newer steps are not tried.
-        last_resort: what can be done if no step can be loaded; empty for nothing.
+        last_resort: advice for the case that no step can be loaded; empty if there is no advice.
     """
     skipped = list(lost)
     for step, folders in steps:

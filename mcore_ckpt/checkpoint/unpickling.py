@@ -28,12 +28,12 @@ _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# The values of a pickle may take the first number of bytes of memory for each byte that has been read, and the second
-# number in addition. Metadata with many chunks take 17 bytes for each byte.
+# The values of a pickle may take `_MOST_MEMORY_PER_BYTE` bytes of memory for each byte that has been read, and
+# `_ANY_MEMORY` bytes in addition. Metadata with many chunks take 17 bytes for each byte.
 _MOST_MEMORY_PER_BYTE = 24
 _ANY_MEMORY = 256 << 10
-# The memory that values take, in bytes: a place in a list, a number, a text without its characters, a tuple, list or
-# object, an item of a dict, a dict, a set.
+# The memory that values take, in bytes: a place in a list; a number; a text without its characters; a tuple, list or
+# object; an item of a dict; a dict; a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
 # The size that is counted for a place in the memo that does not follow the last place. The place takes less memory, but
 # few pickles have such a place.

@@ -115,9 +115,9 @@ def _sound_forms(step_path: Path) -> dict[str, str]:
 
 
 def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yields the form, relative path and path of each entry, and of each file below an entry that `_CHECKS` can check.
+    """Yields the form, relative path and path of each entry, and of each file in a folder if `_CHECKS` can check it.
 
-    Other files in a folder are skipped, because there may be many: `transfer_queue` has one for each prompt.
+    Other files in folders are skipped, because there may be many: `transfer_queue` has one for each prompt.
     """
     for path in companions_of(step_path).values():
         for file in (path, *_files_below(path)):

@@ -29,7 +29,7 @@ class SaveControl:
     open_own: Callable[[], Agreement]
 
     def limit_waits(self, seconds: float) -> None:
-        """Limits every wait for other ranks, and for copies of a step: all of them end within `seconds` from now."""
+        """Limits every wait for other ranks or for copies of a step: each wait ends within `seconds` from now."""
         self.agreement.limit_waits(seconds)
         self.commits.limit_waits(seconds)
         self.destination.limit_waits(seconds)

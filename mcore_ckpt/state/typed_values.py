@@ -34,8 +34,8 @@ _MOST_REPEATED = 1 << 20
 
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
-# NumPy's dtypes of numbers, texts and times. Structured dtypes and objects are not allowed, because their values can be
-# more than bytes.
+# NumPy's dtypes of numbers, texts and times. Structured dtypes and objects are not allowed, because their values can
+# refer to Python objects, which the bytes of an array do not contain.
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 
 # The types that messages recommend.
@@ -65,7 +65,7 @@ def to_stored(value: Any, field: str) -> Any:
 
 
 Field = tuple[Any, ...]
-"""The name of a value: `(name,)`, or `(the container's field, key)` in a container. Errors need it as text."""
+"""The name of a value: `(name,)`, or `(the container's field, key)` in a container. `_text` formats it for messages."""
 
 
 def _text(field: Field) -> str:
@@ -138,8 +138,8 @@ class _Writer:
                 f"{name} is nested more than {_MOST_DEPTH} deep, or contains itself: store flat containers"
             )
         raise UnsupportedError(
-            f"{name} is in containers that contain each other so often that more than {_MOST_REPEATED} values would be "
-            "stored repeatedly: store each container once"
+            f"{name} is in containers that are shared by other containers: more than {_MOST_REPEATED} values would be "
+            "stored repeatedly: put each container into only one other container"
         )
 
     def _of_numpy(self, value: Any, field: Field, depth: int) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class _Reader:
         made = numpy.bytes_ if stored[TYPE] == "numpy.bytes_" else numpy.str_
         value = self.read(stored["value"])
         if type(value) not in (bytes, str):
-            raise ValueError(f"made of a {type(value).__name__}")
+            raise ValueError(f"its value is not bytes or text, but a {type(value).__name__}")
         return made(value)
 
     def numpy(self, stored: Mapping[str, Any]) -> Any:

@@ -186,7 +186,7 @@ def test_containers_that_contain_each_other_again_and_again_are_refused(monkeypa
     value: Any = [1]
     for _ in range(30):
         value = [value, value]
-    with pytest.raises(UnsupportedError, match=r"^extra(\[\d\])+ is in containers that contain each other"):
+    with pytest.raises(UnsupportedError, match=r"^extra(\[\d\])+ is in containers that are shared"):
         to_stored(value, "extra")
     assert same(reopened([[1, (2, 3)]] * 3), [[1, (2, 3)]] * 3)
 

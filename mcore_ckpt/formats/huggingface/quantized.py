@@ -4,8 +4,8 @@ Three forms are known, under the names that `quant_method` of `config.json` give
 
 - `fp8`: `X` in float8 and `X_scale_inv`, one scale for each block (DeepSeek-V3, Kimi-K2, MiniMax-M2, Qwen3);
 - `mxfp4`: `X_blocks` and `X_scales`, one power of two for each 32 codes of 4 bits (gpt-oss). `X` is stored transposed;
-- `compressed-tensors`: `X_packed` and `X_scale`, integers of 4 or 8 bits in int32 (Kimi-K2.5), or `X` in float8 or int8
-  and `X_scale`.
+- `compressed-tensors`: `X_packed`, integers of 4 or 8 bits in int32 (Kimi-K2.5), or `X` in float8 or int8; in both
+  cases with the scales `X_scale`.
 
 In each form, a value is the value of its code times the scale of its block.
 """
@@ -52,7 +52,8 @@ ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
 )
-# The suffixes of names of codes, and of the shape that packed codes have without padding, after the tensor's name.
+# Each of these suffixes can follow a quantized tensor's name. The first three are for its codes. The tensor with
+# `_shape` states the shape of packed codes without padding.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
 # Forms of compressed-tensors in which codes and scales alone do not determine the values.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")

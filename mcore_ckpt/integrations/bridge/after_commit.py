@@ -44,7 +44,7 @@ def event_of(ctx: Any, callback_manager: Any) -> Callable[[], None] | None:
 
 
 class Announcements:
-    """Announces the last save, once it is committed. Every rank calls the same methods."""
+    """Announces each save once it is committed. Every rank calls the same methods."""
 
     def __init__(self) -> None:
         self._save: AnnouncedSave | None = None

@@ -53,7 +53,7 @@ class DriverRole(CheckpointCallback):
 
     Raises:
         InvalidArgumentError: a role that is trained is not saved by this package, so no step would be complete.
-        UnsupportedError: copies of the steps would lack this role: in a fast tier, or in a remote store.
+        UnsupportedError: `config` has a fast tier or a remote store, whose copies of the steps would lack this role.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -143,7 +143,7 @@ class DriverRole(CheckpointCallback):
         )
 
     def _await_workers(self, step_path: Path) -> ManifestSummary:
-        """Waits until the workers have committed to a step, and returns the last commit among them.
+        """Waits until the workers have committed all their roles of a step, and returns the newest of these commits.
 
         After a rollback, a step is saved again. If the driver committed before the workers, its role would complete the
         step with the old roles of an earlier start.

@@ -248,7 +248,7 @@ def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundChec
 
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
-    """Adds the assets that are not copied to the `left_out` of a job."""
+    """Extends the `left_out` of a job by the assets that are not copied."""
     if job.adapters == "only":
         return job
     quantized = job.model_writer().quantizes_as_before
