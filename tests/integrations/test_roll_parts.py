@@ -24,7 +24,8 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.examine.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder, uncommit_earlier_save
+from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
@@ -219,7 +220,7 @@ def test_what_is_saved_again_counts_only_when_all_of_it_has_come(tmp_path: Path)
     for role in ("actor_train", "critic", "pipeline"):
         (step / role).mkdir(parents=True)
         (step / role / "manifest.json").touch()
-    uncommit_earlier_save(step, "critic")
+    uncommit_earlier_save(step, "critic", "pipeline")
     assert [path.parent.name for path in step.rglob("manifest.json")] == ["actor_train"]
-    uncommit_earlier_save(step, "critic")
-    uncommit_earlier_save(tmp_path / "checkpoint-5", "critic")
+    uncommit_earlier_save(step, "critic", "pipeline")
+    uncommit_earlier_save(tmp_path / "checkpoint-5", "critic", "pipeline")

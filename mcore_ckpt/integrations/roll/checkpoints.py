@@ -9,9 +9,7 @@ with the data position of another, training would use some prompts twice and oth
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
@@ -22,14 +20,12 @@ from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
     RoleWriter,
     StepStatus,
-    check_own_step,
     commit_role,
     list_steps,
     move_tracker,
     remove_leftovers,
     roles_begun,
     step_status,
-    uncommit_role,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,23 +64,6 @@ def copy_files(source: Path, files: RoleWriter) -> None:
     """Writes all files below a folder, under their paths relative to that folder. Raises OSError."""
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         files.write(path.relative_to(source).as_posix(), path.read_bytes())
-
-
-def uncommit_earlier_save(step_path: Path, role: str) -> None:
-    """Undoes an earlier save of a step, before a role of this step is saved again.
-
-    A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
-    would be complete as soon as it has all roles, although these come from different saves. The driver's role is
-    removed first, because it is saved again last.
-
-    Raises CommitError if the step belongs to another run, and OSError.
-    """
-    if step_path.is_dir():
-        check_own_step(step_path)
-    for folder in (step_path / PIPELINE_ROLE, step_path / role):
-        uncommit_role(folder)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(step_path / PIPELINE_ROLE)
 
 
 def newest_valid(root: Path, verify: bool) -> Path | None:

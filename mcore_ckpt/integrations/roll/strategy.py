@@ -12,7 +12,8 @@ from typing import Any
 
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.published import published_config
-from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder, uncommit_earlier_save
+from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
+from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps import TrainerLock, step_status
@@ -95,7 +96,7 @@ class CheckpointStrategy:
             # Take the lock before an earlier save is undone. A second trainer that was started by mistake must not
             # touch the checkpoints of the first one.
             lock.take(options.config.timeout_s / 2)
-            uncommit_earlier_save(step_path, role)
+            uncommit_earlier_save(step_path, role, PIPELINE_ROLE)
             return {}
 
         try:

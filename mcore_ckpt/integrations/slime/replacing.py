@@ -17,13 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.checkpoint import MANIFEST_FILE, step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
 from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
+from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
 from mcore_ckpt.integrations.slime.data_position import newest_with_data
@@ -32,9 +33,8 @@ from mcore_ckpt.integrations.slime.rollout_role import (
     has_rollout_role,
     models_of_step,
     read_options,
-    uncommit_rollout,
 )
-from mcore_ckpt.steps import complete_steps
+from mcore_ckpt.steps import TrainerLock, complete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +112,23 @@ class ActorCheckpoints:
         args, training = Arguments(self._args), self._training(model, optimizer, opt_param_scheduler)
         args.refuse_unsupported()
 
-        roles = self._roles(training.role, iteration)
+        roles, root = self._roles(training.role, iteration), Path(args.folder("save"))
+        lock = TrainerLock(root, training.role)
 
         def state() -> dict[str, Any]:
             if ROLLOUT_ROLE in roles and dist.get_rank() == 0:
-                uncommit_rollout(Path(args.folder("save")), iteration)
+                # Take the lock before an earlier save is undone. A second trainer that was started by mistake must not
+                # touch the checkpoints of the first one.
+                lock.take(self._config.timeout_s / 2)
+                uncommit_earlier_save(step_dir(root, iteration), training.role, ROLLOUT_ROLE)
             counters = {name: args[name] for name in COUNTERS}
             return {"num_floating_point_operations_so_far": num_floating_point_operations_so_far, **counters}
 
         config = replace(self._config, roles=roles)
-        self._checkpoints.save(iteration, training, args, config, state)
+        try:
+            self._checkpoints.save(iteration, training, args, config, state)
+        finally:
+            lock.release()  # after a save, the manager's own lock keeps other trainers out
 
     def load_checkpoint(
         self,

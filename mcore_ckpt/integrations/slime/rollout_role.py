@@ -14,9 +14,8 @@ is committed, too. slime itself never saves the buffer of samples that were abor
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +27,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.state import from_stored, to_stored
-from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role, move_tracker, remove_leftovers, uncommit_role
+from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role, move_tracker, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +61,6 @@ def has_rollout_role(args: Any) -> bool:
     module, _, name = path.rpartition(".")
     chosen = getattr(import_module(module), name)
     return isinstance(chosen, type) and issubclass(chosen, RolloutInStep)
-
-
-def uncommit_rollout(root: Path, rollout_id: int) -> None:
-    """Undoes what an earlier save of this step has committed for the data source, before the step is saved again.
-
-    Otherwise the step would be complete with new weights and the old position. Raises OSError.
-    """
-    folder = step_dir(root, rollout_id) / ROLLOUT_ROLE
-    uncommit_role(folder)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
 
 
 class RolloutInStep:

@@ -19,7 +19,8 @@ from mcore_ckpt.checkpoint import file_names  # noqa: E402
 from mcore_ckpt.cli.main import main as command_line  # noqa: E402
 from mcore_ckpt.integrations.areal.recover_info import Progress  # noqa: E402
 from mcore_ckpt.integrations.areal.recovery_steps import RecoverySteps  # noqa: E402
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, uncommit_earlier_save  # noqa: E402
+from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save  # noqa: E402
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline  # noqa: E402
 from mcore_ckpt.integrations.verl.place import Place  # noqa: E402
 from mcore_ckpt.integrations.verl.resume import send_back  # noqa: E402
 from mcore_ckpt.io.files import make_folder, write_file  # noqa: E402
@@ -80,7 +81,7 @@ def roll(step: int, version: int, folder: Path) -> None:
     root, ckpt_id = folder / "roll", f"checkpoint-{step}"
     role_dir = root / ckpt_id / "actor_train"
     if role_dir.exists():
-        uncommit_earlier_save(root / ckpt_id, role_dir.name)
+        uncommit_earlier_save(root / ckpt_id, role_dir.name, "pipeline")
     make(role_dir, version, roles=("actor_train", "pipeline"))
     source = folder / "of_roll" / str(version)
     if not source.exists():
