@@ -163,3 +163,22 @@ def test_the_rules_of_the_driver_go_on(manager_class: Any, tmp_path: Path) -> No
     if hasattr(manager, "shutdown"):
         manager.shutdown()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_step_that_is_not_whole_displaces_no_whole_one(manager_class: Any, tmp_path: Path) -> None:
+    """NeMo-RL's rules keep the highest numbers, and read `training_info.json` of every step."""
+    manager = made(manager_class, tmp_path)
+    for step in (2, 4, 6):
+        save(manager, step)
+    for step in (4, 6):
+        (tmp_path / f"step_{step}" / "training_info.json").write_bytes(b"")
+    driver_files.keep_driver_files()  # as a driver that starts again
+    again = made(manager_class, tmp_path, keep_top_k=1)
+    assert again.get_latest_checkpoint_path() == str(tmp_path / "step_2")
+    assert (tmp_path / "step_6").exists()  # a driver that only evaluates changes nothing
+    third, fourth = save(again, 3), save(again, 4)
+    if hasattr(again, "shutdown"):
+        again.shutdown()
+    assert not third.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_4", "damaged_step_6", "step_4"]
+    assert again.get_latest_checkpoint_path() == str(fourth)

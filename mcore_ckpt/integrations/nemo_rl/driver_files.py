@@ -18,7 +18,8 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,18 @@ def keep_driver_files() -> None:
         raise ImportError(f"mcore_ckpt.integrations.nemo_rl needs NeMo-RL: {error}") from error
     rename: Any = CheckpointManager._rename_checkpoint
     whole: set[Path] = set()
+    damaged: set[Path] = set()
 
     @functools.wraps(rename)
     def seal_and_rename(self: Any, checkpoint_path: Any) -> None:
         folder = Path(checkpoint_path)
         seal(folder)
+        set_aside(step for step in damaged if step.parent == Path(self.checkpoint_dir))
         rename(self, checkpoint_path)
         sync_dir(folder.parent)
 
     def get_latest_checkpoint_path(self: Any) -> str | None:
-        found = newest_whole(Path(self.checkpoint_dir), lambda step: step in whole)
+        found = newest_whole(Path(self.checkpoint_dir), lambda step: step in whole, damaged.add)
         if found is not None:
             whole.add(found)  # check once: the driver asks again, and a replay buffer may be large
         return None if found is None else str(found)
@@ -72,7 +75,26 @@ def seal(folder: Path) -> None:
     seal_role(folder, DRIVER_ROLE, _step_of(folder), paths)
 
 
-def newest_whole(root: Path, is_known: Callable[[Path], bool] = lambda step: False) -> Path | None:
+def set_aside(steps: Iterable[Path]) -> None:
+    """Renames steps that are not whole to `damaged_step_{N}`, where NeMo-RL does not see them. Raises OSError.
+
+    A driver that has gone on from an older step calls this when it saves. Otherwise NeMo-RL would count these steps as
+    the newest, and delete whole ones in their place (`CheckpointManager.remove_old_checkpoints`). It would also fail at
+    a `training_info.json` that is damaged.
+    """
+    for step in sorted(steps):
+        if step.exists():
+            names = (f"damaged_{step.name}" + (f".{number}" if number > 1 else "") for number in count(1))
+            target = next(path for path in map(step.with_name, names) if not path.exists())
+            os.rename(step, target)
+            logger.warning("%s is not whole, so it has the name %s from now on", step, target.name)
+
+
+def newest_whole(
+    root: Path,
+    is_known: Callable[[Path], bool] = lambda step: False,
+    skip: Callable[[Path], object] = lambda step: None,
+) -> Path | None:
     """Returns the newest `step_{N}` whose files are whole; None if there is no step at all.
 
     A step that NeMo-RL has saved without this package has no manifest, and is not checked. Of our weights, only the
@@ -81,6 +103,7 @@ def newest_whole(root: Path, is_known: Callable[[Path], bool] = lambda step: Fal
     Args:
         root: NeMo-RL's `checkpoint_dir`.
         is_known: True for a step that has been checked already.
+        skip: is called with each newer step, which is not whole.
 
     Raises CheckpointNotFoundError: there are steps, but none is whole. The message has the reason for each.
     """
@@ -92,6 +115,7 @@ def newest_whole(root: Path, is_known: Callable[[Path], bool] = lambda step: Fal
             return step
         logger.warning("%s is skipped, and older steps are tried: %s", step, problem)
         reasons.append(problem)
+        skip(step)
     if reasons:
         raise CheckpointNotFoundError("\n  ".join([f"{root}: no step is whole", *reasons]))
     return None
