@@ -105,6 +105,18 @@ def test_the_position_and_the_buffer_come_back_with_their_step(fork: str, tmp_pa
     assert (second.sample_offset, len(second.buffer)) == (8, 2)
 
 
+def test_a_run_that_begins_anew_takes_nothing_of_step_0(fork: str, tmp_path: Path) -> None:
+    """With --finetune the driver loads rollout -1 from a folder that has steps."""
+    first = source_of(fork, tmp_path)
+    first.get_samples(8)
+    first.add_samples([[sample_of(fork, index=7)]])
+    save_actor(tmp_path, 0)
+    first.save(0)
+    anew = source_of(fork, tmp_path)
+    anew.load(-1)
+    assert (anew.sample_offset, anew.buffer) == (0, [])
+
+
 def test_a_step_whose_driver_died_does_not_count(fork: str, tmp_path: Path) -> None:
     source = source_of(fork, tmp_path)
     save_actor(tmp_path, 0)

@@ -106,8 +106,10 @@ class RolloutInStep:
 
         Raises CheckpointCorruptError: a file of the step is missing or damaged.
         """
-        folder = None if self.args.load is None else step_dir(Path(self.args.load), max(rollout_id or 0, 0))
-        if folder is None or rollout_id is None or not (folder / ROLLOUT_ROLE / MANIFEST_FILE).exists():
+        folder = None
+        if self.args.load is not None and rollout_id is not None and rollout_id >= 0:  # -1 if the run begins anew
+            folder = step_dir(Path(self.args.load), rollout_id)
+        if folder is None or not (folder / ROLLOUT_ROLE / MANIFEST_FILE).exists():
             super().load(rollout_id)  # type: ignore[misc]
             return
         files = RoleReader(folder / ROLLOUT_ROLE)
