@@ -152,12 +152,14 @@ class DriverRole(CheckpointCallback):
         over.
         """
         while True:
+            # Ask this first, because the workers may commit while the step is looked at.
+            is_last_look = self._next_save.is_set() or time.monotonic() > self._deadline
             there = [head for head in step_status(step_path).heads if head.role in self._trained]
             heads = [head for head in there if head.attempt not in self._earlier]
             missing = set(self._trained) - {head.role for head in heads}
             if not missing:
                 return max(heads, key=lambda head: head.number)
-            if self._next_save.is_set() or time.monotonic() > self._deadline:
+            if is_last_look:
                 raise CommitError(
                     f"{step_path}: not committed by {', '.join(sorted(missing))}: look at the workers' log"
                 )

@@ -13,6 +13,8 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.verl import DriverRole
+from mcore_ckpt.ranks import single_process_agreement
+from mcore_ckpt.steps import commit_role
 from mcore_ckpt.steps import listing as steps
 from tests.verl.async_run import BATCH, PROMPTS, STEPS, AsyncRun
 
@@ -202,3 +204,20 @@ def test_workers_that_do_not_commit(tmp_path: Path, async_save: bool) -> None:
     with pytest.raises(CommitError, match="not committed by actor: look at the workers' log"):
         save(global_step=1)
     assert complete(tmp_path / "root") == {}
+
+
+def test_workers_that_commit_while_the_driver_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They commit, and begin the next save, after the driver has listed the step and before it has judged the list."""
+    callback, step_path = DriverRole(AsyncRun(tmp_path, tmp_path / "root").config()), tmp_path / "root/global_step_1"
+    step_path.mkdir(parents=True)
+
+    def look_early(path: Path) -> steps.StepStatus:
+        before = steps.step_status(path)
+        if not callback._next_save.is_set():
+            agreement = single_process_agreement("actor", 20.0)
+            commit_role(agreement, path / "actor", 1, ROLES, lambda files: files.write("weights", b"w"))
+            callback._next_save.set()
+        return before
+
+    monkeypatch.setattr("mcore_ckpt.integrations.verl.driver_role.step_status", look_early)
+    assert callback._await_workers(step_path).role == "actor"
