@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
+from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.state.attached_parts import SavedPart
 from tests.distributed.agreement import everywhere
 from tests.distributed.test_megatron_loop import CONFIG, DP2, PLAIN, Loop, arguments
 from tests.distributed.training import Layout, build, parallel
@@ -153,3 +155,23 @@ def test_rank_0_alone_has_a_bank(shared_path: Path, banks: Banks) -> None:
             assert (bank / "MANIFEST.json").exists()
         if dist.get_rank() == 0:
             assert banks.begin(bank, 1) == [7]
+
+
+@pytest.mark.world(1)
+def test_a_bank_on_another_disk_stays_there(shared_path: Path) -> None:
+    """Its folder may be a link."""
+    disk, bank = shared_path / "disk", shared_path / "run" / "rollout_bank"
+    for folder in (disk, bank.parent):
+        folder.mkdir()
+    bank.symlink_to(disk)
+    part = drop_in.RolloutBankPart(lambda: Arguments(SimpleNamespace(save=str(bank.parent))))
+    for step in (1, 2):
+        stored = shared_path / f"stored{step}"
+        stored.mkdir()
+        manifest = json.dumps({"format_version": 2, "timeline": f"life {step}", "compacted_at": 0})
+        (stored / "MANIFEST.json").write_text(manifest)
+        part.load(SavedPart("rollout_bank", step, 0, 1, (0,), lambda rank, stored=stored: stored))
+        assert bank.is_symlink()
+        assert (disk / "MANIFEST.json").read_text() == manifest
+    assert sorted(path.name for path in bank.parent.iterdir()) == ["rollout_bank"]
+    assert sorted(path.name for path in shared_path.iterdir()) == ["disk", "run", "stored1", "stored2"]

@@ -155,6 +155,7 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
 
 
 def _replace(bank: Path, stored: Path) -> None:
+    bank = bank.resolve()  # the folder may be a link to another disk
     new, old = (bank.with_name(f".{bank.name}.{word}") for word in ("new", "old"))
     for left in (new, old):
         shutil.rmtree(left, ignore_errors=True)
