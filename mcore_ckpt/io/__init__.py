@@ -8,6 +8,7 @@ Public names, for integrations:
 - `make_folder` makes a folder and its parents, `top_mode` returns the mode for them, `sync_dir` makes the names in a
   folder durable;
 - `DiskWatch` gives up work if one of its calls to the file system does not return;
+- `for_each` calls a function on several threads, which `DiskWatch` sees, too;
 - `Worker` does work on a thread that exists only while there is work.
 """
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from mcore_ckpt.io.file_copies import copy_durably
     from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
     from mcore_ckpt.io.json_fields import parse_json
+    from mcore_ckpt.io.threads import for_each
     from mcore_ckpt.io.worker import Worker
 
 __all__ = [
     "DiskWatch",
     "Worker",
     "copy_durably",
+    "for_each",
     "make_folder",
     "parse_json",
     "read_small",
@@ -46,6 +49,7 @@ _find = lazy_names(
         "file_copies": ("copy_durably",),
         "files": ("make_folder", "read_small", "replace_file", "sync_dir"),
         "json_fields": ("parse_json",),
+        "threads": ("for_each",),
         "worker": ("Worker",),
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,6 +18,7 @@ from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CommitError,
+    HungDiskError,
     LockedError,
     UnsupportedError,
 )
@@ -261,6 +263,18 @@ def test_a_failed_write_leaves_the_step_incomplete(fork: str, tmp_path: Path, mo
     with pytest.raises(CommitError, match=r"DataSource\.save wrote no file below 'rollout' for rollout 0"):
         source.save(0)
     assert not complete_steps(tmp_path)
+
+
+def test_a_disk_that_hangs_ends_the_save(fork: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    source = source_of(fork, tmp_path / "run", mcore_ckpt={"timeout_s": 1.0})
+    save_actor(tmp_path / "run", 0)
+    monkeypatch.setattr("mcore_ckpt.steps.role_files.write_file", lambda path, data: pipe.read_bytes())
+    with pytest.raises(HungDiskError, match="pipe"):
+        source.save(0)
+    assert not complete_steps(tmp_path / "run")
+    pipe.open("wb").close()  # the disk answers again
 
 
 def test_the_models_that_share_the_step(tmp_path: Path) -> None:

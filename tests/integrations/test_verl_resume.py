@@ -11,9 +11,11 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.integrations.kit.driver import driver_agreement
+from mcore_ckpt.integrations.verl.driver_files import DRIVER, add_files
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import bare_steps, remove_steps, send_back, step_to_go_back_to, why_not_whole
-from mcore_ckpt.steps import NodeStep, write_tracker
+from mcore_ckpt.steps import NodeStep, commit_role, write_tracker
 from mcore_ckpt.steps.branches import Position
 from tests.support.checkpoints import make
 
@@ -116,3 +118,15 @@ def test_an_abandoned_step_is_the_last_to_go_back_to(tmp_path: Path) -> None:
     life.go_back(90)
     life.save(95)
     assert step_to_go_back_to(life.place(95)) == 90
+
+
+def test_the_driver_can_commit_while_the_interpreter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the interpreter waits for an async save of the driver, but then no executor takes work any more."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    step = tmp_path / "global_step_1"
+    (step / "transfer_queue").mkdir(parents=True)
+    for number in range(20):
+        (step / "transfer_queue" / f"{number}.bin").write_bytes(bytes([number]))
+    agreement = driver_agreement(DRIVER, 20.0)
+    commit_role(agreement, step / DRIVER, 1, [DRIVER], lambda files: add_files(step, files))
+    assert len(read_manifest(step / DRIVER).files) == 20

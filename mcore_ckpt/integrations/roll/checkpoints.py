@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.integrations.kit.driver import driver_agreement
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
-from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
     RoleWriter,
@@ -49,8 +49,8 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         return sorted(roles_begun(step_path) - {PIPELINE_ROLE}) if roles is None else roles
 
     commit_role(
-        # The driver is one process without a process group. The clusters' trainer locks protect its role, too.
-        single_process_agreement(PIPELINE_ROLE, timeout_s),
+        # The clusters' trainer locks protect the driver's role, too.
+        driver_agreement(PIPELINE_ROLE, timeout_s),
         step_path / PIPELINE_ROLE,
         step,
         roles_of_step,

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from mcore_ckpt.checkpoint import MANIFEST_FILE, step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
-from mcore_ckpt.ranks import single_process_agreement
+from mcore_ckpt.integrations.kit.driver import driver_agreement
 from mcore_ckpt.state import from_stored, to_stored
 from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role, move_tracker, remove_leftovers
 
@@ -141,8 +141,8 @@ class RolloutInStep:
                 files.write_values(_BUFFER_FILE, {"groups": buffer})
 
         commit_role(
-            # This is one process without a process group. The trainer locks of the models protect this role, too.
-            single_process_agreement(ROLLOUT_ROLE, timeout_s),
+            # The trainer locks of the models protect this role, too.
+            driver_agreement(ROLLOUT_ROLE, timeout_s),
             step_dir(root, rollout_id) / ROLLOUT_ROLE,
             rollout_id,
             roles,

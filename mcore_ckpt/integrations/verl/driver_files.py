@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage
@@ -23,7 +22,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats import companions_of
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import step_to_go_back_to
-from mcore_ckpt.io import sync_dir
+from mcore_ckpt.io import for_each, sync_dir
 from mcore_ckpt.steps import (
     RoleReader,
     RoleWriter,
@@ -47,8 +46,7 @@ _THREADS = 8
 def add_files(step_path: Path, files: RoleWriter) -> None:
     """Adds all files that the driver has written into a step. Raises OSError."""
     found = _files_in(companions_of(step_path))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda path: files.add(path, found[path], _shares(path)), sorted(found)))
+    for_each(sorted(found), lambda path: files.add(path, found[path], _shares(path)), min(_THREADS, len(found)))
 
 
 def _files_in(entries: dict[str, Path]) -> dict[str, Path]:

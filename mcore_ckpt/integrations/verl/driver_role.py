@@ -20,10 +20,10 @@ except ImportError as error:
 
 from mcore_ckpt.checkpoint import Manifest, ManifestSummary
 from mcore_ckpt.errors import CheckpointError, CommitError
+from mcore_ckpt.integrations.kit.driver import driver_agreement
 from mcore_ckpt.integrations.verl.driver_files import DRIVER, add_files, correct_tracker
 from mcore_ckpt.integrations.verl.driver_options import declare_driver, settings_of_run, trained_roles
 from mcore_ckpt.io import Worker
-from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.steps import (
     PreservationPolicy,
     TrainerLock,
@@ -87,16 +87,11 @@ class DriverRole(CheckpointCallback):
         self.wait()
         self._next_save.clear()
         step = int(global_step)
-        save = partial(self._save, Path(os.path.abspath(checkpoint_dir)), step)
-        if async_save:
-            self._work.add(save)
-        else:
-            self._deadline = time.monotonic() + self._config.timeout_s
-            save()
-            self._deadline = math.inf
-        self._work.add(partial(self._delete_old, step))
+        # Only on this other thread is a hanging disk noticed (`wait`).
+        self._work.add(partial(self._save, Path(os.path.abspath(checkpoint_dir)), step))
         if not async_save:
-            self._raise_failure()
+            self.wait()
+        self._work.add(partial(self._delete_old, step))
         if step >= trainer.total_training_steps:
             self.wait()  # Ray ends this process when the trainer returns
 
@@ -131,7 +126,7 @@ class DriverRole(CheckpointCallback):
             return replace(manifest, run=workers.run, commit=workers.commit)
 
         commit_role(
-            single_process_agreement(DRIVER, self._config.timeout_s),
+            driver_agreement(DRIVER, self._config.timeout_s),
             step_path / DRIVER,
             step,
             self._roles,

@@ -1,5 +1,6 @@
 """verl's asynchronous trainer with its real TransferQueue: what the driver writes beside a step is a part of it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.errors import CommitError, HungDiskError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.verl import DriverRole
 from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.steps import commit_role
@@ -221,3 +222,14 @@ def test_workers_that_commit_while_the_driver_looks(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("mcore_ckpt.integrations.verl.driver_role.step_status", look_early)
     assert callback._await_workers(step_path).role == "actor"
+
+
+def test_a_disk_that_hangs_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    config = AsyncRun(tmp_path, tmp_path / "root", more=("actor_rollout_ref.actor.checkpoint.timeout_s=0.5",)).config()
+    callback, trainer = DriverRole(config), SimpleNamespace(total_training_steps=9)
+    monkeypatch.setattr("mcore_ckpt.integrations.verl.driver_role.step_status", lambda path: pipe.read_bytes())
+    with pytest.raises(HungDiskError, match="pipe"):
+        callback.on_save(trainer, 1, str(tmp_path / "root/global_step_1"))
+    pipe.open("wb").close()  # the disk answers again
