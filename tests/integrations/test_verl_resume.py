@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.integrations.kit.driver import driver_agreement
-from mcore_ckpt.integrations.verl.driver_files import DRIVER, add_files
+from mcore_ckpt.integrations.verl.driver_files import DRIVER, add_files, put_back
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import bare_steps, remove_steps, send_back, step_to_go_back_to, why_not_whole
 from mcore_ckpt.steps import NodeStep, commit_role, write_tracker
@@ -130,3 +130,21 @@ def test_the_driver_can_commit_while_the_interpreter_ends(tmp_path: Path, monkey
     agreement = driver_agreement(DRIVER, 20.0)
     commit_role(agreement, step / DRIVER, 1, [DRIVER], lambda files: add_files(step, files))
     assert len(read_manifest(step / DRIVER).files) == 20
+
+
+@pytest.mark.parametrize("had_queue", [False, True])
+def test_a_queue_that_was_not_committed_is_not_read_with_the_step(had_queue: bool, tmp_path: Path) -> None:
+    """The driver died while it saved the step again, maybe in another mode."""
+    step = tmp_path / "global_step_1"
+    queue = step / "transfer_queue"
+    (queue if had_queue else step).mkdir(parents=True)
+    (step / "data.pt").write_bytes(b"committed")
+    if had_queue:
+        (queue / "0.bin").write_bytes(b"committed")
+    commit_role(driver_agreement(DRIVER, 20.0), step / DRIVER, 1, [DRIVER], lambda files: add_files(step, files))
+    (step / "notes").mkdir()
+    queue.mkdir(exist_ok=True)
+    (queue / "1.bin").write_bytes(b"later")
+    put_back(step)
+    left = {path.relative_to(step).as_posix() for path in step.iterdir()} | {path.name for path in queue.glob("*")}
+    assert left == {"data.pt", "driver", "notes"} | ({"transfer_queue", "0.bin"} if had_queue else set())

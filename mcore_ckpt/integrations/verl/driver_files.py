@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
 """The name of the role."""
+_QUEUE = "transfer_queue"
 
 # Threads that sync files: TransferQueue writes a file for each value that it has put on an SSD.
 _THREADS = 8
@@ -82,10 +83,13 @@ def put_back(step_path: Path) -> None:
         raise CheckpointCorruptError(damages[0].problem)
     committed = RoleReader(status.role_dir(DRIVER))
     paths = [file.path for file in committed.manifest.files]
-    for name in sorted({path.partition("/")[0] for path in paths}):
+    # verl would also read a queue that the committed save did not have.
+    for name in sorted({_QUEUE, *(path.partition("/")[0] for path in paths)}):
         own = [path for path in paths if path.partition("/")[0] == name]
-        if not all(committed.is_same(path, step_path / path) for path in own):
-            logger.warning("%s: is replaced by the committed copy, because it differs", step_path / name)
+        is_same = _files_in({name: step_path / name}).keys() == set(own)
+        if not (is_same and all(committed.is_same(path, step_path / path) for path in own)):
+            done = "replaced by the committed copy, because it differs" if own else "removed: it is not committed"
+            logger.warning("%s: is %s", step_path / name, done)
             _replace(step_path, name, own, committed)
 
 
@@ -100,8 +104,9 @@ def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)
-    os.rename(new / name, old)
-    new.rmdir()
+    if paths:
+        os.rename(new / name, old)
+        new.rmdir()
     sync_dir(step_path)
 
 
