@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
     "unknown": (_add("model.layers.0.extra.weight"), CheckpointMismatchError, r"layers\.0\.extra"),
     "cut": (_cut, CheckpointCorruptError, "cut or damaged"),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointNotFoundError, "model.safetensors"),
-    "shape": (_say(intermediate_size=128), CheckpointMismatchError, "must have|ffn_hidden_size"),
+    "shape": (_say(intermediate_size=128), CheckpointMismatchError, "requires|ffn_hidden_size"),
     "other-architecture": (lambda f: make_hf_folder(f, "qwen2"), CheckpointMismatchError, "qwen2"),
     "deeper": (
         lambda f: make_hf_folder(f, "qwen3", num_hidden_layers=6),

@@ -69,7 +69,7 @@ def test_neighbouring_experts_share_an_adapter() -> None:
 @pytest.mark.parametrize(
     ("model", "adapters", "words"),
     [
-        ("llama", adapter(LAYER.format(9) + "mlp.linear_fc2", 64, 96), "layers.9.mlp.linear_fc2, which a llama"),
+        ("llama", adapter(LAYER.format(9) + "mlp.linear_fc2", 64, 96), "layers.9.mlp.linear_fc2, but a llama"),
         ("llama", adapter(LAYER.format(0) + "mlp.linear_fc2", 64, 90), r"linear_in.weight: has shape \[4, 90\]"),
         ("llama", adapter(LAYER.format(0) + "mlp.linear_fc2", 60, 96), r"linear_out.weight: has shape \[60, 4\]"),
         ("llama", {LAYER.format(0) + "mlp.linear_fc2.adapter.linear_in.weight": (4, 96)}, "no linear_out.weight"),

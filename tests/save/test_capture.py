@@ -257,7 +257,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_of_this_package(monkeypatch: p
         raise RuntimeError("pinning memory: out of memory")
 
     monkeypatch.setattr(HostMemory, "take", refuse)
-    with pytest.raises(CommitError, match="rank 0: GPU 3: pinning memory: out of memory; a save needs 4096"):
+    with pytest.raises(CommitError, match="rank 0: GPU 3: pinning memory: out of memory; this save needs 4096"):
         HostImages(60.0, 3).reserve([plan_of([torch.zeros(1)], 1, 0)])
 
 
