@@ -16,7 +16,7 @@ from mcore_ckpt.field_checks import check_fields, checked, limited, one_of, opti
 from mcore_ckpt.keep_best import KeepBest, keep_best_rules
 from mcore_ckpt.urls import checked_url, local_path
 
-# How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
+# How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses another time.
 TIMEOUT_S = 600.0
 # How long the processes of a command wait until all of them have started, in seconds.
 START_TIMEOUT_S = 300.0
@@ -46,8 +46,8 @@ class FastTier:
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
             step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to it.
         keep: how many steps each node keeps.
-        durable_every: one of this many saved steps is also saved to the root. None: no step is saved to the root. Then
-            all checkpoints are in the nodes' folders, and no shared file system is needed.
+        durable_every: how often a saved step is also saved to the root: 10 means every tenth. None: no step is saved to
+            the root. Then all checkpoints are in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
             domains. None: each node is its own domain.

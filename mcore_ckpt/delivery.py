@@ -33,7 +33,7 @@ from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
-# How many events may wait. A save has four on each rank.
+# How many events may wait. A save posts four events on each rank.
 QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
@@ -196,8 +196,8 @@ class Delivery:
             status = 1
             self._log_failure(listener, event, error)
         if not home.is_here:
-            # The listener has forked, and this is the child. Its only thread would wait for events for ever, and a
-            # process whose first thread is not there cannot end as others do.
+            # The listener has forked, and this is the child. It has only this thread, which would wait for events for
+            # ever. And it cannot end in the usual way, because that needs the main thread, which it does not have.
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -223,7 +223,9 @@ def _told(listener: Listener, event: Event) -> str:
 _all: WeakSet[Delivery] = WeakSet()
 
 
-@atexit.register  # Saves and uploads that end at exit post events. Their modules import this one, so this runs later.
+# Runs after the exit handlers that finish saves and uploads, because these still post events. Exit handlers run in
+# reverse order of their registration, and the modules of saves and uploads are imported after this one.
+@atexit.register
 def _drain_all() -> None:
     until = time.monotonic() + DRAIN_WAIT_S
     for delivery in list(_all):

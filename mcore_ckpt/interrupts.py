@@ -55,4 +55,4 @@ def interrupts_as_themselves() -> Iterator[None]:
         found = next(filter(is_interrupt, chain_of(error, outer)), None)
         if found is None or found is error:
             raise
-        raise found  # noqa: B904 - its cause is its own
+        raise found  # noqa: B904 - it has a cause of its own

@@ -41,8 +41,8 @@ class Density:
     """How many bytes of text there are at least for each value of a kind, on average.
 
     A `string` is a string that is not the name of a member. A `value` is a value that follows another one, or is in a
-    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text may take up to 20
-    times its size, such as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
+    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text, such
+    as a configuration with settings for each of 10,000 layers, may take up to 20 times its size: at most 80 MB.
     """
 
     string: int = 24

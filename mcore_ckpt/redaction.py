@@ -184,7 +184,7 @@ def _without_user(rest: str, scheme: str = "") -> str:
 def _user_of(rest: str, scheme: str) -> str:
     """Returns the user, the password and the `@` at the beginning of `rest`, which is a URL without its scheme.
 
-    Without an `@`, because the text was cut, it returns everything. Without a user, it returns an empty text.
+    If the text was cut before the `@`, it returns all of `rest`. If there is no user, it returns an empty text.
     """
     authority = _AUTHORITY.match(rest)
     assert authority is not None, "the expression matches an empty text"

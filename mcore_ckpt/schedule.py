@@ -1,4 +1,4 @@
-"""Decides when to save: every given number of epochs, of steps, of seconds, or as soon as the last save is done.
+"""Decides when to save: every given number of epochs, of steps, of seconds, or as soon as the previous save is done.
 
 This module does no I/O. The ranks' clocks differ, so one rank decides for all ranks.
 """
@@ -54,8 +54,8 @@ class Frequency:
         steps: the number of steps between two saves. None: steps cause no save.
         secs: the seconds between two saves. None: time causes no save.
         minutes: the minutes between two saves. Give only `secs` or `minutes`.
-        continuous: whether to save again as soon as the last save is done: committed, and, with a fast tier, copied to
-            the other nodes. A schedule learns from `Schedule.saved` which save is the last one.
+        continuous: whether to save again as soon as the previous save is done: committed, and, with a fast tier, copied
+            to the other nodes. A schedule learns of each save from `Schedule.saved`.
 
     Raises:
         InvalidArgumentError: a value is not above 0, or `secs` and `minutes` are both given.
@@ -87,7 +87,7 @@ class Schedule:
     """Counts epochs, steps and seconds. Each of the three counts begins again when it has caused a save.
 
     Call `saved` after each save. Then a save that was skipped, refused, or has raised an error is due again at the next
-    step, and a continuous schedule knows when the last save is done.
+    step. A continuous schedule learns from `saved` which save must be done before it saves again.
 
     Args:
         frequency: how often to save. `state_dict` does not contain it, so a restart uses the new configuration.
@@ -114,7 +114,7 @@ class Schedule:
     def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
         """Returns True if it is time to save. Call it once after every step, on every rank.
 
-        A continuous schedule without a last save is always due.
+        A continuous schedule that knows of no save is always due.
 
         Args:
             epochs: how many epochs have ended since the last call.

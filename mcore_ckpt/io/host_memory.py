@@ -48,8 +48,8 @@ class HostMemory:
     def prepare(self, nbytes: int, device: int | None = None) -> None:
         """Starts a thread that fetches `nbytes` bytes of memory, unless there is a buffer already. Never raises.
 
-        The buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` gets only the missing
-        part. The memory is pinned for the GPU (`device`) whose copies will write to it; None: no GPU.
+        The buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` fetches only the
+        missing part. The memory is pinned for the GPU (`device`) whose copies will write to it; None: no GPU.
         """
         if self._buffer is not None or nbytes < 1:
             return

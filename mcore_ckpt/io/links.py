@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def broken_link(path: Path) -> str | None:
-    """Says which link on the way to a path is broken, in words that follow the path; None if no link is broken."""
+    """Says which link on the way to a path is broken, as the rest of a sentence that begins with the path.
+
+    Returns None if no link is broken.
+    """
     for place in (*reversed(path.absolute().parents), path.absolute()):
         try:
             place.stat()

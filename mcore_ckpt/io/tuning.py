@@ -92,9 +92,9 @@ REMOTE_GAP_BYTES = 256 << 10
 PEER_BYTES = 4 << 20
 PEER_THREADS = 4
 
-# A save with too little space waits until the free space has not grown for this long, and is then refused (seconds),
-# because some file systems free a deleted file's bytes a moment later. The second time is used instead while a step is
-# being deleted, perhaps by another process. The third is the pause between two looks at the free space.
+# Some file systems free a deleted file's bytes a moment later, so a save with too little space is refused only once the
+# free space has not grown for SPACE_SETTLES_S seconds. While a step is being deleted, perhaps by another process, this
+# time is DELETION_SHOWS_S seconds instead. SPACE_POLL_S is the pause between two looks at the free space, in seconds.
 SPACE_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
 SPACE_POLL_S = 0.05
@@ -105,7 +105,7 @@ OLD_STEPS_LOOK_S = 2.0
 # (seconds).
 ABANDONED_S = 10.0
 
-# While a trainer is alive, a tracker that names an older step is called a problem only this long after a commit
-# (seconds). The second number is the pause between two looks whether the trainer has corrected the tracker.
+# While a trainer is alive, a tracker that names an older step is called a problem only TRACKER_SETTLES_S seconds after
+# a commit. SETTLE_POLL_S is the pause between two looks whether the trainer has corrected the tracker, in seconds.
 TRACKER_SETTLES_S = 10.0
 SETTLE_POLL_S = 0.1

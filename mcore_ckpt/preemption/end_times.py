@@ -1,4 +1,7 @@
-"""Finds out when the machine goes without a request to stop: at the end of a Slurm job, or of reserved capacity."""
+"""Finds out when the machine will be taken away even if no request to stop comes.
+
+This happens at the end of a Slurm job, or of reserved capacity.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class PreemptionGuard:
             was made before this start of the training, and is ignored.
         deadline_s: how many seconds after a request to stop the machine goes. A save that would end later is not begun.
             None: unknown, so the last save may take any time.
-        training_ends_in_s: in how many seconds the machine goes without a request. The training stops early enough to
-            save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a reservation at SageMaker
-            or Volcengine; `math.inf`: never.
+        training_ends_in_s: in how many seconds the machine will be taken away even if no request comes. The training
+            stops early enough to save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a
+            reservation at SageMaker or Volcengine; `math.inf`: never.
         save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts. This number counts until
             this process has made a durable save. None: unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns it.
@@ -110,8 +110,8 @@ class PreemptionGuard:
         """Begins to note signals, and to look for the file. Every rank enters the guard, and waits for the other ranks.
 
         Raises:
-            InvalidStateError: this guard has been entered before. Or a rank is not on its main thread, which alone can
-                handle signals, and there is no trigger file; then all ranks raise it.
+            InvalidStateError: this guard has been entered before; or, without a trigger file, a rank is not on its main
+                thread, which alone can handle signals. In the second case all ranks raise it.
             AgreementError: a rank is missing.
         """
         if self._has_been_entered:
@@ -174,7 +174,8 @@ class PreemptionGuard:
 
         If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
         the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
-        Then end the training: with `deadline_s`, the manager waits for other ranks only until the machine goes.
+        End the training when the result is True: with `deadline_s`, the manager then waits for other ranks only until
+        the machine goes.
 
         Args:
             step: the last step that was trained.
@@ -214,7 +215,7 @@ class PreemptionGuard:
         os._exit(self.exit_status)
 
     def _ask(self, agreement: Agreement, step: int) -> Record:
-        """Asks all ranks. Returns the reason to stop or None, the time left, and the calls to pass over."""
+        """Asks all ranks. Returns the reason to stop (None: none), the time left, and how many calls to pass over."""
 
         def work() -> Record:
             request = self._request()

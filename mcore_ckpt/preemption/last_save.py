@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DURABLE, ON_NODES = "durable", "on the nodes"
 # The share of the remaining time that is kept for the end of the process, and the most that is kept, in seconds.
 _SHARE_TO_END, _MOST_TO_END_S = 0.1, 5.0
-# A save may take this many times as long as the last ones.
+# The time that is reserved for a save, as a multiple of the time that it is expected to take.
 MARGIN = 1.25
 
 
@@ -239,7 +239,7 @@ class LastSave:
 
 
 def _how_saved(handle: SaveHandle, has_nodes: bool, only_ended: bool = False) -> str | None:
-    """Returns how a save is, or will be, saved. With `only_ended`, a copy to the root counts only if it has ended."""
+    """Returns how the step is, or will be, saved. With `only_ended`, a copy to the root counts only if it has ended."""
     if not handle.committed:
         return None
     if not has_nodes:

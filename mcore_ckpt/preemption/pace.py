@@ -16,7 +16,7 @@ ASK_S = 0.5
 # Asking may take this share of the time. If a deadline is short, the ranks ask after this share of it at the latest.
 _SHARE = 0.01
 _SHARE_OF_DEADLINE = 0.1
-# The most calls in a row that are passed over, because the next calls may be much longer than the last ones.
+# At most this many calls in a row are passed over, because the times between calls may become much longer.
 _MOST = 32
 # How many rounds and calls are remembered.
 _REMEMBERED = 100
@@ -38,7 +38,7 @@ class Pace:
 
     @property
     def longest_call_s(self) -> float:
-        """The longest of the last times between two calls, in seconds; 0.0 before the second call."""
+        """The longest recent time between two calls, in seconds; 0.0 before the second call."""
         return max(self._calls, default=0.0)
 
     def asks_now(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 # torch's key-value store accepts 8 MiB per message and drops the connection of a client that sends more
-# (2.13, `TCPStoreLibUvBackend.cpp`, MAX_PAYLOAD_LEN). Messages above the first size (in bytes) are compressed. Messages
-# that are still above the second size are refused.
+# (2.13, `TCPStoreLibUvBackend.cpp`, MAX_PAYLOAD_LEN). Messages of more than PLAIN_MESSAGE_BYTES are compressed.
+# Messages that still have more than MESSAGE_BYTES are refused.
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
-# The largest size of a decompressed message: in all, and for each compressed byte. Lists of tensor names become 20 to
-# 30 times as long. Without a limit, a few bytes could fill the memory.
+# A decompressed message has at most UNPACKED_BYTES, and at most MOST_UNPACKED_PER_BYTE for each compressed byte. Lists
+# of tensor names become 20 to 30 times as long. Without a limit, a few bytes could fill the memory.
 UNPACKED_BYTES = 256 << 20
 MOST_UNPACKED_PER_BYTE = 100
 

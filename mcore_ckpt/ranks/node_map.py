@@ -97,9 +97,10 @@ class NodeMap:
         return self._preferred[number]
 
     def _in_order(self, number: int) -> tuple[int, ...]:
-        # Nodes are ordered by domain, so a step of as many nodes as the largest domain has leads out of every domain.
-        # All nodes take the same step, so each node gets the copies of one other node. If each node took the first node
-        # of the next domain, that first node would get the copies of a whole domain.
+        # The nodes are ordered by domain, and `step` is the number of nodes in the largest domain. So the node that
+        # comes `step` places after a node is in another domain, unless one domain has more than half of all nodes.
+        # Because `step` is the same for all nodes, each node gets the copies of one other node. If each node chose the
+        # first node of the next domain, that node would get the copies of a whole domain.
         in_order, step = self._by_domain
         count, at = len(in_order), in_order.index(number)
         steps = (*range(step, step * count, step), *range(1, count))

@@ -103,7 +103,7 @@ class Round:
         self.has_submitted = True
 
     def leave(self, error: BaseException) -> Record | None:
-        """Fails the round, because `error` has interrupted this rank. For all ranks except rank 0.
+        """Fails the round, because `error` has interrupted this rank. Called on all ranks except rank 0.
 
         Returns None, or, if rank 0 has already claimed the outcome, the record that the other ranks get.
         """

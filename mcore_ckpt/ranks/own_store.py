@@ -37,7 +37,7 @@ class OwnStore:
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key if it has the expected value; "" also means a missing key.
+        """Sets a key if it has the expected value, or if it is missing and `expected` is "".
 
         Returns the value of the key afterwards. If the key is missing and a value was expected, returns the expected
         value.

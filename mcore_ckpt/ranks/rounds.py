@@ -44,7 +44,7 @@ from mcore_ckpt.ranks.one_round import Record as Record  # for modules that use 
 from mcore_ckpt.ranks.one_round import Round, submission_key, waiting_key
 from mcore_ckpt.ranks.own_store import OwnStore
 
-# Each rank that closes adds 1 to a number in the store. If the rank has keys left, it also adds this number.
+# Each rank that closes adds 1 to a number in the store. If the rank has keys left, it adds _HAS_KEYS, too.
 _HAS_KEYS = 1 << 32
 
 T = TypeVar("T")

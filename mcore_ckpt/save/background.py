@@ -42,7 +42,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# The next save is expected to take no longer than the slowest of this many last saves.
+# How many recent saves are remembered. The next save is expected to take no longer than the slowest of them.
 _REMEMBERED = 5
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
@@ -237,7 +237,7 @@ class BackgroundSaves:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest time from start to commit among the last saves, in seconds; None before the first commit."""
+        """The longest time from start to commit of a recent save, in seconds; None before the first commit."""
         return max(self._took, default=None)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:

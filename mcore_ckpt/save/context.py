@@ -171,7 +171,7 @@ class Closing:
     def _after_context(self) -> None:
         """Gives back what a dropped manager held. The garbage collector calls this, on any thread and at any moment.
 
-        So another thread does everything that waits, or takes a lock that this thread may hold.
+        So everything that waits, or takes a lock that this thread may hold, is done on another thread.
         """
         if not self.home.is_here or self.agreements[0].is_closed:
             return

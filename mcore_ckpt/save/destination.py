@@ -157,13 +157,13 @@ class Destination(Protocol):
 
     @property
     def drain_s(self) -> float | None:
-        """The longest of the last times from a commit until the step was in the root, in seconds; None if unknown."""
+        """The longest recent time from a commit until the step was in the root, in seconds; None if unknown."""
 
     def choose_next(self, durable: bool) -> None:
-        """Sets whether the next save is durable, which the count of saves decides otherwise. Every rank calls it.
+        """Sets whether the next save is durable. Without this call, the count of saves decides it. Every rank calls it.
 
         If the next save is durable, this first waits for an earlier step that is being copied to the root.
         """
 
     def limit_waits(self, seconds: float) -> None:
-        """Limits the waits for other ranks after a commit: all of them end within `seconds` from now."""
+        """Limits the waits for other ranks after a commit: each wait ends within `seconds` from now."""

@@ -25,7 +25,7 @@ from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# The kind of a coded tensor's scale, or of its upper halves, is the kind of the tensor with one of these suffixes.
+# The kind of a coded tensor's scale, or of its upper halves, is the tensor's kind followed by one of these suffixes.
 _SCALE, _UPPER = "_scale", "_upper"
 
 # Groups the replicas of a file. Each group writes one copy of the file together.

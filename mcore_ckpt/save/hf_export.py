@@ -188,7 +188,7 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
 
 
 def _most_holders(topology: Topology, kind: str, name: str) -> int:
-    """Returns the largest number of files of a kind that may have a tensor of this name."""
+    """Returns how many files of this kind may have a tensor of this name, at most."""
     if kind == "model":
         return topology.tp
     # An adapter may belong to all experts, and then each expert-parallel rank has it.

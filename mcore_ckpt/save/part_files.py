@@ -181,7 +181,7 @@ class PartFiles:
                 return _content_of(name, function)
 
         calling = self._runner.start(call)
-        # This waits a little longer than the watch of the disk, so that the watch finds a disk that hangs first.
+        # This waits a little longer than the watch of the disk, so that the watch is the first to notice a hung disk.
         if not calling.wait(total_s=timeout_s + deadlines.EXTRA_WAIT_S):
             calling.give_up()
             raise CommitError(

@@ -337,7 +337,7 @@ def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
 def need_of_rank(
     trainer: Trainer, plans: Iterable[FilePlan], small: Mapping[str, int], assets: Mapping[str, int]
 ) -> Need:
-    """Returns the need of this rank. A file that several ranks write together counts on its owner.
+    """Returns the need of this rank. A file that several ranks write together counts for its owner.
 
     `small` has the sizes of this rank's small files by path, `assets` the sizes of the HuggingFace assets of the last
     save.

@@ -35,7 +35,7 @@ from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# The least average length of many entries, in characters.
+# A long list is refused if its entries have fewer characters than this on average.
 _LEAST_ENTRY = 8
 # Lists of more characters are compressed. Shorter lists are not, because rank 0 reads the lists of thousands of ranks,
 # and decompressing a short list takes longer than reading it.

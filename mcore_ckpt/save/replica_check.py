@@ -3,10 +3,10 @@
 At each save, every rank computes the CRCs of small parts of a few such tensors, and sends them with its report. Rank 0
 compares them. Each save takes other tensors. With `verify_replicas`, the CRCs cover all bytes of all such tensors.
 
-Two ranks have the same list of tensors if the names and regions in it are the same. So no process group is needed, and
-states that a DistributedOptimizer cuts at other elements on another stage are not compared. The save's id chooses the
-tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always finds drift, because a
-lost reduction or broadcast changes all tensors.
+A list of tensors is compared between the ranks that have a list of the same names and regions. So no process group is
+needed, and states that a DistributedOptimizer cuts at other elements on another stage are not compared. The save's id
+chooses the tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always finds
+drift, because a lost reduction or broadcast changes all tensors.
 """
 
 from __future__ import annotations

@@ -85,7 +85,10 @@ class Root:
         self._interrupted.append(attempt)
 
     def remove_interrupted(self) -> None:
-        """Removes what interrupted saves have left. At the next save and at the close, no rank still works on them."""
+        """Removes the files that interrupted saves have left.
+
+        Called at the next save and at the close, when no rank works on these files any more.
+        """
         while self._interrupted:
             attempt = self._interrupted.pop()
             if not is_committed(attempt):
@@ -116,7 +119,7 @@ class Root:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
         self._context.history.check_may_replace(saving.role_dir, heads_at(saving.role_dir))
         self._context.space_watch.check(saving, need, timeout_s / 4)
-        # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
+        # The work above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
         # because the commit would refuse it only after all files are written.
         self._context.lock.take(patience_s=0)
         if self._context.uploads is not None and saving.policy is not None:

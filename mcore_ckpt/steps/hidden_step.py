@@ -59,7 +59,8 @@ def hide_step(step_path: Path) -> HiddenStep:
     try:
         for folder in replaced_checkpoints(step_path):
             hidden = file_names.deleted_dir(step_path, new_attempt())
-            # The caller may still put the folder and the step back. Until then no other process may remove them.
+            # The caller may still put the folder back, with the step. Until that is decided, the owner file keeps other
+            # processes from removing the folder.
             with suppress(OSError):
                 if not folder.is_symlink():
                     write_owner(folder)

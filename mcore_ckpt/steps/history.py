@@ -121,7 +121,7 @@ class RunHistory:
             self._parent = RunParent(_id(head) or "", head.step)
 
     def _elsewhere(self, place: Path | str) -> Ownership:
-        """Returns which checkpoints belong to the root at a place that is not below it."""
+        """Returns which of the checkpoints at a place outside the root belong to the root."""
         claimed: RootRun | None = None
         if isinstance(place, str):
             with suppress(RemoteError):  # raise nothing: the checkpoint is loaded already, and the other ranks go on

@@ -237,8 +237,8 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields lists of looks: first at all steps that are likely or unknown, then at one other step each, the newest
-    first.
+    """Yields lists of looks: the first is of all steps that are likely or unknown, each later one is of a single other
+    step. The newest of the other steps comes first.
 
     If another process has saved a known step again, the look at the step shows it.
     """

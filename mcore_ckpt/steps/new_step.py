@@ -1,8 +1,8 @@
 """Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
 
 A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. Such a step takes the
-number and the branch of the step before it, or of the first step if no step is before it. So a later step stays the
-newest, and no step is given up. A step that `collect` writes keeps the number that it got on the nodes.
+commit number and the branch of the step before it, or of the first step if no step is before it. So a later step stays
+the newest, and no step is given up. A step that `collect` writes keeps the commit number that it got on the nodes.
 """
 
 from __future__ import annotations

@@ -87,7 +87,10 @@ def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]
 
 
 def is_node_folder(root: Path, statuses: Sequence[StepStatus]) -> bool:
-    """True if these steps and the root's newest whole step are of the fast tier; False if none is committed."""
+    """True if these steps, and the root's newest whole step, if any, are of the fast tier.
+
+    False if none of these steps is committed.
+    """
     if not any(status.committed for status in statuses) or not all(map(_is_placed, statuses)):
         return False
     whole = newest_complete(root)

@@ -6,7 +6,7 @@ manifest, perhaps with files that no manifest lists. The next start of a trainer
 
 The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name this `attempt` as their parent,
 and the copy in a remote store, which keeps the optimizer, still counts as a copy of the checkpoint. `dropped` in the
-manifest tells the checkpoint from its copy.
+manifest distinguishes the checkpoint from its copy.
 
 A save may put a new checkpoint into the place of the role's folder at any moment. So manifest and optimizer are renamed
 in the folder that was opened, and files are removed below a name that no other folder has.

@@ -71,8 +71,8 @@ class RoleWriter:
 class RoleReader:
     """Reads the files of a committed role and checks each one's size and CRC.
 
-    Raises CheckpointNotFoundError if the folder has no manifest, so that nothing is committed there, and
-    CheckpointCorruptError if the manifest is damaged.
+    Raises CheckpointNotFoundError if the folder has no manifest, which means that nothing is committed there.
+    Raises CheckpointCorruptError if the manifest is damaged.
 
     Example:
         >>> RoleReader(step_path / "recover_info").read("step_info.json", 4096)  # doctest: +SKIP

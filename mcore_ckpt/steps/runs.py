@@ -7,12 +7,12 @@ deleted. Checkpoints without an identity belong to the root that they are in. `O
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
 
-- Copied root. The file, or the newest manifest if there is no file, names a root that is another folder and still there
-  with the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too, because
-  a user who copies a root wants to go on from it, and wants old steps to be deleted. An id alone would also claim later
-  saves of the original, so the file keeps the largest number of the copied commits. The new identity follows from the
-  copied file, so roles that replace the file at the same time agree on the identity. If this host cannot see the
-  original, a copy looks like a moved root, and both have the same identity.
+- Copied root. The file, or the newest manifest if there is no file, names a root that is another folder, still exists,
+  and has the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too,
+  because a user who copies a root wants to go on from it, and wants old steps to be deleted. An id alone would also
+  claim later saves of the original, so the file keeps the largest number of the copied commits. The new identity
+  follows from the copied file, so roles that replace the file at the same time agree on the identity. If this host
+  cannot see the original, a copy looks like a moved root, and both have the same identity.
 - Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
   the run that it came from. Once retention has deleted all steps of a run in this chain, nothing names the runs before
   it.

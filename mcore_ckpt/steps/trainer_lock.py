@@ -10,8 +10,8 @@ larger number than its own right before it would put a checkpoint in place.
 
 The watch begins when the manager is made, so a job that is started again on other hosts mostly does not wait. A save
 waits at most half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number, so a
-process with its pid and start time counts as the holder. All managers of one role in one process are one trainer, even
-if an earlier one was never closed.
+process with the pid and start time in the file counts as the holder. All managers of one role in one process are one
+trainer, even if an earlier one was never closed.
 """
 
 from __future__ import annotations

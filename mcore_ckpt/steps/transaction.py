@@ -73,8 +73,8 @@ def open_together(
         prepare: runs on rank 0 before the folder is made. Its argument is the sum of the `need` of all ranks.
         need: the files that this rank will write.
         number: the id of the save, on all ranks; None for a new one. If an id is given, the round is named after it.
-            So a rank that has failed earlier can fail the round by its name instead of calling
-            (`Agreement.fail_next_round`).
+            So a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
+            call this function.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
             the folder, which is made meanwhile. If the folder cannot be made, `await_opening` raises the error.

@@ -243,7 +243,7 @@ def tidy_up(
     """Moves the remote tracker after an upload, copies pins, and deletes steps and attempts that are no longer needed.
 
     Args:
-        remote: the steps in the store, which may raise RemoteError.
+        remote: the steps in the store. Its methods may raise RemoteError.
         uploaded: the manifest that was uploaded. Other attempts of its role are deleted (see `superseded`), so no other
             process may be uploading them.
         pending: folders of attempts that this process will continue to upload. They stay.

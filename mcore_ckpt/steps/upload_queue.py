@@ -14,9 +14,9 @@ saves has gaps, but does not fall behind more and more. A step that is being upl
 (`.{role}.uploading-...`), so no process deletes it. Otherwise, with `max_to_keep=1`, a slow store would never get a
 whole step.
 
-A request that fails is tried six times over half a minute. Then a warning is logged, and the upload is tried again
-behind the next commit, without the files that have arrived. A process that is killed leaves an attempt without a
-manifest: the next upload of the role deletes it.
+A request that fails is tried six times over half a minute. Then a warning is logged. After the next commit, whose
+upload goes first, the failed upload is tried again, and sends only the files that have not arrived. A process that is
+killed leaves an attempt without a manifest: the next upload of the role deletes it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class UploadQueue:
         """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
 
         It looks on another thread, because a network file system that hangs must not hold up the training. At most one
-        such thread runs. If the thread still looks for an earlier save, it then looks once more, for the newest save.
+        such thread runs. If the thread is still checking for an earlier save, it then checks for the newest save, too.
         """
         with suppress(NoThreadError):
             self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
@@ -260,7 +260,7 @@ class UploadQueue:
                 if not _is_there(upload.manifest, there):
                     begun = self._begun.get(upload.key)
                     if begun is not None and begun.manifest.files == upload.manifest.files:
-                        upload = begun  # if it is another one, retention has removed the optimizer since
+                        upload = begun  # if the files differ, retention has removed the optimizer since
                     self._begun[upload.key] = upload
                     upload.run()
         except RemoteError as error:
