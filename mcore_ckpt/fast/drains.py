@@ -25,7 +25,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# The number of last copies whose times predict how long the next copy takes.
+# How many of the latest copies to the root are remembered, to predict how long the next one takes.
 _REMEMBERED = 5
 
 
@@ -89,13 +89,13 @@ class Drains:
 
     @property
     def has_failed(self) -> bool:
-        """True if the last step could not be copied to the root."""
+        """True if the latest copy to the root has failed."""
         handle = self._handle
         return handle is not None and handle.exception is not None
 
     @property
     def longest_s(self) -> float | None:
-        """The longest time that one of the last copies to the root took, in seconds; None before the first copy."""
+        """The longest time that one of the latest copies to the root took, in seconds; None before the first copy."""
         return max(self._took, default=None)
 
     def needed(self) -> set[str]:

@@ -25,7 +25,7 @@ def own_held(tier: NodeTier | None) -> list[HeldRole]:
 
 
 def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[FastCheckpoint]:
-    """Joins, on rank 0, what the leads have reported as `held`. The last commit comes first."""
+    """Joins, on rank 0, what the leads have reported as `held`. The latest commit comes first."""
     if tier is None:
         return []
     found = fast_checkpoints(

@@ -136,7 +136,8 @@ class PeerServer:
 
     def _begin(self, connection: socket.socket) -> None:
         """Serves a new connection on a new thread."""
-        if connection.fileno() >= _most_descriptors() - _SPARE_DESCRIPTORS:  # the system gives the smallest free number
+        # A new descriptor has the smallest free number, so a high number means that many descriptors are in use.
+        if connection.fileno() >= _most_descriptors() - _SPARE_DESCRIPTORS:
             self._tell(
                 "the server of %s refuses connections, because too many files are open: raise ulimit -n", self._folder
             )
@@ -208,7 +209,11 @@ class PeerServer:
             self._drop(client)
 
     def _forget(self, client: _Client) -> None:
-        """Cuts a connection. Only its own thread closes it, so that no other file gets the descriptor too early."""
+        """Cuts a connection, but does not close it.
+
+        Only the connection's own thread closes it. Otherwise another file could get the descriptor while that thread
+        still uses it.
+        """
         with self._lock:
             self._clients.pop(client, None)
         client.cut()

@@ -142,7 +142,10 @@ class FastSaves:
         return retired
 
     def _last_first(self, committed: int) -> tuple[list[int], list[int]]:
-        """Returns this run's steps on this node, the last commit first: those in its branch, and all other steps."""
+        """Returns this run's steps on this node, the latest commit first.
+
+        The first list has the steps in the branch of the step `committed`, the second list has all other steps.
+        """
         here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
         statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
         last = statuses[committed].commit

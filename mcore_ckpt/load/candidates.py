@@ -154,7 +154,7 @@ def find_candidates(
 
 
 def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
-    """Raises CheckpointCorruptError if a newer step lacks files and `config.strict` forbids an older step instead.
+    """Raises CheckpointCorruptError if a newer step lacks files, and `config.strict` forbids loading an older one.
 
     Otherwise logs a warning if the tracker does not name the step that the load tries first.
     """
@@ -176,7 +176,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Says what a path is and what to do instead, if it cannot be a role's folder. Returns None if it can be one."""
+    """Returns what a path is, and what to do instead, if it cannot be a role's folder; None if it can be one."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"

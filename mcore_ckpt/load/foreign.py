@@ -105,7 +105,7 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
         UnsupportedError: the state is stored in an unsupported form. All ranks raise it, and nothing has changed.
     """
     kind = kinds_by_name()[kind_name]
-    # All ranks take part in this round or none, because all have got the same kind from rank 0.
+    # Either all ranks take part in this round, or none does, because all have got the same kind from rank 0.
     writers = find_writers(trainer) if kind.needs_writers else None
 
     def plan() -> tuple[_Plan, Record]:

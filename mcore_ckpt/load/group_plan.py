@@ -1,7 +1,7 @@
 """Finds the saved counterparts of the run's param groups, on all ranks together.
 
 Each rank knows only some of a group's members: the parameters for which it owns state. So every rank reports in which
-saved groups its members were, and rank 0 decides for all.
+saved groups these parameters were, and rank 0 decides for all.
 """
 
 from __future__ import annotations

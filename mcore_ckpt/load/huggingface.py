@@ -68,7 +68,7 @@ class HfLoadReport:
         model: a description of the model in the folder.
         tensors: the number of this rank's tensors that were filled.
         nbytes: the bytes that this rank read.
-        seconds: the time from the call to the last agreement.
+        seconds: the time from the call until all ranks have agreed on the result.
         left_out: the parts of the folder that were not read, by reason.
     """
 

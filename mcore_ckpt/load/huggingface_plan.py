@@ -113,7 +113,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns patterns for HuggingFace tensors that `ignore` matches by the megatron names of all their parts."""
+    """Returns patterns for the HuggingFace tensors whose parts all have megatron names that `ignore` matches."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -248,7 +248,10 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
 
 
 def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
-    """Raises CheckpointMismatchError on rank 0 if the folder has a tensor that no rank takes. `used` is by rank."""
+    """Raises CheckpointMismatchError on rank 0 if the folder has a tensor that no rank takes.
+
+    `used` has, for each rank, the tensors that the rank takes.
+    """
     left = names_left_over(plan.locator, used)
     if left:
         stored = plan.reader.parts_of(left[0])[0]

@@ -31,7 +31,7 @@ class LoadReport:
     Attributes:
         path: the checkpoint's folder, or its URL if the checkpoint came from the remote store.
         nbytes: the bytes that this rank read from tensor files.
-        seconds: the time from the call to the last agreement.
+        seconds: the time from the call until all ranks have agreed on the result.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
         rounded: for each kind of rounding, such as "exp_avg: float32 to bfloat16", the number of this rank's tensors
             with rounded values. No other value lost precision.

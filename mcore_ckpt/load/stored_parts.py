@@ -103,7 +103,7 @@ class PartLoads:
     """The parts that this rank loads from one step.
 
     Attributes:
-        parts: each attached part that this rank loads, with the same part as the step contains it.
+        parts: pairs of an attached part that this rank loads, and the saved part of the same name.
         files: the folders of the step's parts.
         attached: all parts that this rank has attached.
     """

@@ -37,7 +37,7 @@ class SavedPart:
         step: the step's number.
         rank: this rank.
         world_size: the number of ranks that saved the step.
-        ranks: the ranks that saved something for this part, ascending. There may be more or fewer ranks now.
+        ranks: the ranks that saved something for this part, ascending. The training may have more or fewer ranks now.
     """
 
     name: str
@@ -48,7 +48,9 @@ class SavedPart:
     _folder_of: Callable[[int], Path]
 
     def folder(self, rank: int | None = None) -> Path:
-        """Returns the folder with the files that a rank has saved. Do not change them, or use them after the load.
+        """Returns the folder with the files that a rank has saved.
+
+        Do not change these files, and do not use them after the load.
 
         Args:
             rank: one of `ranks`. None: the only rank in `ranks`, or else this rank.

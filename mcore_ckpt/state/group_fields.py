@@ -1,4 +1,4 @@
-"""The fields of param groups: which fields distinguish groups, and whose value counts after a load.
+"""The fields of param groups: which fields distinguish groups, and whether a load keeps the run's or the saved value.
 
 `FIELDS` lists them. The table in `docs/how_to/resume.md` has the same rows, and explains each field.
 """
@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
-"""The rule of a field says whose value counts after a load, and whether the field distinguishes groups:
+"""The rule of a field says whether the run's or the checkpoint's value counts after a load, and whether the field
+distinguishes groups:
 
 - "schedule": an LR scheduler reads the field. The scheduler's `Option` says whose value counts. The field distinguishes
   groups.

@@ -1,8 +1,8 @@
 """Makes a model's weights from main parameters, where the weights' own memory cannot be saved or loaded.
 
-Quantized weights are made in this way. If a model with quantized weights has `overlap_param_gather`, all its weights
-are: megatron (0.16) gathers quantized weights for a save without the work that has to follow, and with
-`reuse_grad_buf_for_mxfp8_param_ag` megatron would gather gradients.
+Quantized weights are made in this way. In a model with quantized weights and `overlap_param_gather`, all trained
+weights are made in this way, because megatron (0.16) gathers quantized weights for a save without the work that has to
+follow the gathering, and with `reuse_grad_buf_for_mxfp8_param_ag` megatron would gather gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
 piece consists of the same part of each rank's shard of a bucket. So one `all_gather` makes a piece for any number of
@@ -200,8 +200,8 @@ class MainWeights:
         """Makes all weights from the main parameters of all ranks. All ranks must call this function.
 
         Args:
-            take: a function that gets the weights' elements in each piece. The next piece overwrites these elements; on
-                a GPU this happens in stream order.
+            take: a function that is called for each piece, with the weights' elements in this piece. The next piece
+                overwrites these elements; on a GPU this happens in stream order.
 
         Raises the error of `take`, but only after the last piece, because the other ranks wait for this rank's
         elements.
@@ -253,7 +253,10 @@ def _memory_of(pieces: Iterable[_Piece]) -> dict[torch.device, torch.Tensor]:
 
 
 def is_gathered_by_megatron(chunk: torch.nn.Module) -> bool:
-    """Returns False if a save makes all weights of a chunk from main parameters, so megatron need not gather them."""
+    """Returns False if a save makes all trained weights of a chunk from main parameters.
+
+    Megatron need not gather these weights.
+    """
     config = getattr(chunk, "ddp_config", None)
     overlaps = getattr(config, "overlap_param_gather", False)
     return not (overlaps and (_shares_gradients(chunk) or has_quantized([chunk])))
@@ -303,7 +306,7 @@ def _shares_gradients(chunk: torch.nn.Module) -> bool:
 
 
 def write_mains(optimizer: Any, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Sets main parameters from loaded weights: pairs of a model's parameter and its values."""
+    """Sets main parameters from loaded weights. `weights` has pairs of a model's parameter and its values."""
     mains = _mains_by_parameter(optimizer)
     with torch.no_grad():
         for parameter, values in weights:

@@ -142,7 +142,7 @@ class SavedGroups:
     def with_members(
         self, groups: Sequence[LiveGroup], members: Iterable[tuple[int, str, str]], candidates: Sequence[int]
     ) -> tuple[LiveGroup, ...]:
-        """Returns the live groups, completed by the saved groups that their members on this rank were in.
+        """Returns the live groups with what this rank knows of their members, such as the saved groups that had them.
 
         `members` has, for each parameter, the place of its group in `groups`, its name in this run, and its name in the
         checkpoint. `candidates` are the saved groups that may be counterparts.

@@ -47,8 +47,8 @@ def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
 
     The GPU becomes the current one. In a new thread, GPU 0 is the current one, but it may belong to another training.
     Inference mode is off, because a moment that was made or changed in inference mode would fail in the next step of
-    the optimizer. Tensors that the body creates without naming a device are in host memory. A read of the GPU waits for
-    `timeout_s` seconds at most.
+    the optimizer. Tensors that the body creates without naming a device are in host memory. Each wait for a GPU ends
+    after at most `timeout_s` seconds.
     """
     with ExitStack() as settings:
         settings.enter_context(torch.inference_mode(False))

@@ -105,7 +105,7 @@ class Saver(areal.Saver):
     def finalize(self) -> None:
         """Waits for exports and for the RecoverHandler's saves.
 
-        Without this call, AReaL's controllers would only log the failure of an export or save when they end.
+        Without this call, AReaL's controllers would only log a failure of an export or save, and not before they end.
 
         Raises:
             CheckpointError: an export or a save failed.

@@ -12,7 +12,7 @@ from mcore_ckpt.integrations.kit.together import on_all_ranks
 
 
 class PublishedConfig:
-    """Keeps the config of the last requested HuggingFace model. Every rank calls the same methods."""
+    """Keeps the config of the HuggingFace model that was requested last. Every rank calls the same methods."""
 
     def __init__(self) -> None:
         self._source: str | None = None
@@ -64,7 +64,7 @@ class BridgeTokenizer:
     config: Any
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the files that Bridge's own checkpoints have. Rank 0 calls this. Bridge only logs its errors."""
+        """Writes the files that Bridge's own checkpoints have. Rank 0 calls this. Bridge only logs errors."""
         from megatron.bridge.training.checkpointing import save_tokenizer_assets
 
         save_tokenizer_assets(self.tokenizer, self.config, str(folder))

@@ -46,7 +46,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
-    """Raises UnsupportedError if a field of `cfg.checkpoint`, except `but`, has a value that cannot be honoured."""
+    """Raises UnsupportedError if a field of `cfg.checkpoint` has a value that cannot be honoured.
+
+    The fields in `but` may have such a value.
+    """
     for name, (allowed, instead) in REFUSED.items():
         if name in but:
             continue

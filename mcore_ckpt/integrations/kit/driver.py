@@ -1,4 +1,4 @@
-"""Connects a driver, which is one process, for the commit of its own role in a step."""
+"""Makes the agreement with which a driver, which is a single process, commits its own role of a step."""
 
 from __future__ import annotations
 

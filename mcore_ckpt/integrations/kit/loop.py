@@ -37,7 +37,7 @@ CHECKPOINT_VERSION = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The objects that a loop trains, and others for its checkpoints. CheckpointManager describes the fields."""
+    """The objects that a loop trains, and what else its checkpoints need. CheckpointManager describes the fields."""
 
     model: list[Any]
     optimizer: Any = None
@@ -166,8 +166,8 @@ class LoopCheckpoints:
         Returns None if there never was a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is no checkpoint, although
-                `args.exit_on_missing_checkpoint` is set, or `args.pretrained_checkpoint` names a second folder.
+            CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, although
+                `args.exit_on_missing_checkpoint` is set or `args.pretrained_checkpoint` names a second folder.
             CheckpointError: see CheckpointManager.load.
         """
         self._kept.wait()

@@ -34,7 +34,7 @@ class Theirs:
     weights_alone: bool = False
 
 
-# A function that gets the folder of all checkpoints and the requested step (None: the newest). It returns the
+# A function whose arguments are the folder of all checkpoints and the requested step (None: the newest). It returns the
 # checkpoint's iteration, and a function that reads the checkpoint; None if there is no checkpoint. Only rank 0 calls
 # it.
 FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | None"]

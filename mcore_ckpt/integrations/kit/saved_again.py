@@ -13,9 +13,9 @@ def uncommit_earlier_save(step_path: Path, role: str, driver_role: str) -> None:
     """Undoes an earlier save of a step, before a role of this step is saved again.
 
     A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
-    would be complete as soon as it has all roles, although these come from different saves. That holds for an async
-    save of `role`, too, which may commit after the driver. The driver's role is removed first, because it is saved
-    again last.
+    would be complete as soon as it has all roles, although these come from different saves. An earlier save of
+    `role` is undone, too, because a new async save of `role` may commit after the driver. The driver's role is removed
+    first, because it is saved again last.
 
     The caller holds the lock of `role`, so that a second trainer does not undo what the first one has saved.
 

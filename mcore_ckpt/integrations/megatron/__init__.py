@@ -239,8 +239,8 @@ def load_checkpoint(
         checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is none although
-            `args.exit_on_missing_checkpoint` is set (Megatron-LM then exits with status 0), or although
+        CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, although
+            `args.exit_on_missing_checkpoint` is set (Megatron-LM then exits with status 0) or
             `args.pretrained_checkpoint` names a second folder.
         UnsupportedError: an argument cannot be honoured.
         CheckpointError: see CheckpointManager.load.

@@ -32,7 +32,7 @@ PART = "rollout_bank"
 _MANIFEST = "MANIFEST.json"
 _FORMAT = 2
 _MANIFEST_BYTES = 64 << 20
-# In the bank's folder: the checkpoint that the bank has been loaded with. Megatron-LM ignores the file.
+# This file in the bank's folder says which checkpoint the bank has been loaded with. Megatron-LM ignores the file.
 _LOADED_FILE = "loaded_by_mcore_ckpt.json"
 # The order in which files are measured. Megatron-LM writes the bytes of a group to the other files before it adds the
 # group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
@@ -148,8 +148,8 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
         return False
     if found.timeline == of_step.timeline:
         return True
-    # Each life of the training begins a new timeline. The bank also belongs to the checkpoint if its life began with
-    # this checkpoint, and ended before the next save.
+    # Each life of the training begins a new timeline. The bank also belongs to the checkpoint if the life that wrote
+    # the bank began with this checkpoint, and ended before the next save.
     path = bank / _LOADED_FILE
     return path.exists() and parse_json(read_small(path, _MANIFEST_BYTES), path) == loaded
 

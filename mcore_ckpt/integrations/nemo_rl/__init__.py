@@ -2,8 +2,8 @@
 
     uv run python -m mcore_ckpt.integrations.nemo_rl examples/run_grpo.py --config ...
 
-Or pass `worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy` in your own script, after
-`register()` and `keep_driver_files()`. See docs/integrations.md.
+In your own script, you can instead call `register()` and `keep_driver_files()`, and then pass
+`worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy`. See docs/integrations.md.
 """
 
 from __future__ import annotations

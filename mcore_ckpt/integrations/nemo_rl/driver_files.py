@@ -103,7 +103,7 @@ def newest_whole(
     Args:
         root: NeMo-RL's `checkpoint_dir`.
         is_known: True for a step that has been checked already.
-        skip: is called with each newer step, which is not whole.
+        skip: a function that is called with each step that is found not to be whole, the newest first.
 
     Raises CheckpointNotFoundError: there are steps, but none is whole. The message has the reason for each.
     """

@@ -191,7 +191,7 @@ class ActorCheckpoints:
         self._checkpoints.finalize(blocking, terminate)
 
     def is_megatron_checkpoint(self, stock: Any) -> Any:
-        """Returns a function that tells checkpoints from HuggingFace folders.
+        """Returns a function that says whether a folder is a checkpoint, and not a HuggingFace folder.
 
         Besides the package's own checkpoints, it knows the folders of our roles and steps.
         """

@@ -173,7 +173,7 @@ class RolloutInStep:
 
     @contextmanager
     def _with_folders(self, **folders: str) -> Iterator[None]:
-        """Lets slime's own method use another folder. Changes only a copy of `args`, which others use."""
+        """Lets slime's own method use another folder. Changes only a copy of `args`, because others use `args`, too."""
         args, self.args = self.args, copy(self.args)
         vars(self.args).update(folders)
         try:

@@ -71,7 +71,8 @@ def put_back(step_path: Path) -> None:
     """Restores the committed files in a step's folder, because verl's driver is about to read them.
 
     After a power loss, or if the driver died while it saved the step again, the files there differ from the committed
-    ones. A step without this role is left as it is.
+    ones. A `transfer_queue/` that was not committed is removed, because verl would read it, too. A step without this
+    role is left as it is.
 
     Raises CheckpointCorruptError: a committed file is damaged. OSError: a file cannot be put back.
     """

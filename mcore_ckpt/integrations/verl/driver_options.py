@@ -48,7 +48,8 @@ def declare_driver(config: Any, has_critic: bool) -> tuple[str, ...]:
 def settings_of_run(config: Any, has_critic: bool) -> CheckpointConfig:
     """Returns the settings of the actor's checkpoints, with the number of steps that stay.
 
-    Raises UnsupportedError: copies of the steps would lack the driver's role: in a fast tier, or in a remote store.
+    Raises UnsupportedError: there is a fast tier or a remote store, whose copies of the steps would lack the driver's
+    role.
     """
     trainer = config.trainer
     counts = [trainer.get(f"max_{role}_ckpt_to_keep") for role in trained_roles(has_critic)]

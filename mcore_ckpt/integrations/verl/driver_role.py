@@ -77,7 +77,8 @@ class DriverRole(CheckpointCallback):
     ) -> None:
         """Commits the driver's files in a step after the workers, and moves the tracker to the step.
 
-        With `async_save`, this happens in the background until the next save or the last step.
+        With `async_save`, this happens in the background, and the next call waits for it. In the last step, this call
+        itself waits for it.
 
         Raises CheckpointError: the role was not committed, so the step is not complete. After an async save, the next
         call or `wait` raises this error. With `if_failed="warn"` the error is only logged.
@@ -87,7 +88,7 @@ class DriverRole(CheckpointCallback):
         self.wait()
         self._next_save.clear()
         step = int(global_step)
-        # Only on this other thread is a hanging disk noticed (`wait`).
+        # Every save runs on another thread, because only there does `wait` notice a hanging disk.
         self._work.add(partial(self._save, Path(os.path.abspath(checkpoint_dir)), step))
         if not async_save:
             self.wait()
@@ -96,7 +97,7 @@ class DriverRole(CheckpointCallback):
             self.wait()  # Ray ends this process when the trainer returns
 
     def wait(self) -> None:
-        """Waits until no step is being committed or deleted, at most `timeout_s` for the workers.
+        """Waits until no step is being committed or deleted. Waits for the workers for at most `timeout_s` seconds.
 
         Raises CheckpointError: see `on_save`.
         """

@@ -158,7 +158,8 @@ class MegatronCheckpointManager:
             CheckpointNotFoundError: there is no checkpoint, or its trainer died while saving the step. The message
                 names the newest complete step. If the tracker named the step that cannot be loaded, it is changed to
                 the complete step.
-            CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
+            CheckpointCorruptError: the checkpoint is damaged. The message names the newest complete step, and the
+                tracker is changed, as for CheckpointNotFoundError.
             CheckpointMismatchError: the checkpoint does not fit the model. Nothing was loaded, except perhaps the
                 weights of a checkpoint of verl's own manager.
         """

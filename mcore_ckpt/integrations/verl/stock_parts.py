@@ -58,7 +58,7 @@ def adapter_folder(folder: Path) -> Path | None:
 
 def value_head_file(folder: Path) -> Path | None:
     """Returns the file with a critic's head, under verl's name, in a HuggingFace folder; None if there is none."""
-    from safetensors import safe_open  # verl depends on this package, too
+    from safetensors import safe_open  # verl depends on safetensors
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

@@ -20,7 +20,7 @@ from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.optimizers.part import STEP, Form, Keyed, MainParameter, OptimizerPart
 
 _MAIN = "master_param"
-# float16, and the bits of float8_e4m3fn.
+# The dtypes of tensors that have a scale: float16, and uint8 for the bits of float8_e4m3fn.
 _SCALED = (torch.float16, torch.uint8)
 
 

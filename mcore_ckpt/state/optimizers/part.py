@@ -229,7 +229,7 @@ class OptimizerPart:
         return moments[kind]
 
     def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
-        """Sets the main parameter or a moment, which is kept in a form that is not plain, from float32 values."""
+        """Sets a main parameter or moment whose form is not plain (`Form.is_plain`) from float32 values."""
         raise NotImplementedError(f"{type(self).__name__} keeps all state in a plain form")
 
     def watched(self) -> list[torch.Tensor]:
