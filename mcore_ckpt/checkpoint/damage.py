@@ -39,7 +39,7 @@ class Damage:
 
     @staticmethod
     def of(error: Exception, file: str, rank: int | None = None) -> Damage:
-        """Returns the damage of a file, as an error of `checkpoint.reading` reports it."""
+        """Makes a `Damage` of the error that `checkpoint.reading` has raised for a file."""
         return Damage(str(error), file, rank, unreadable=isinstance(error.__cause__, PermissionError))
 
 

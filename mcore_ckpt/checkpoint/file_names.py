@@ -27,7 +27,7 @@ MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
 # The folders, relative to a role's folder, that can hold config.json and the tokenizer. This package and verl write the
 # first folder, and verl up to 0.4 wrote the second. Other programs put these files into the folder of the weights,
-# which is the third.
+# which is the third. The fourth is verl's folder if the role's folder is the `dist_ckpt` next to it.
 _CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
 # The folder of the adapters in HUGGINGFACE_DIR. verl (0.9) writes this folder, too.
 ADAPTER_DIR = "adapter"
@@ -36,8 +36,8 @@ MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
-# This folder has a folder for each part of a step. That folder has a folder for each rank that saved files for the
-# part.
+# The folder of all parts of a step. It contains a folder for each part, and this contains a folder for each rank that
+# saved files for the part.
 PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
@@ -256,7 +256,10 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
 
 
 def run_home(node_folder: Path, root: Path) -> Path:
-    """Returns the folder for the identity of a root's run, within a node's folder, which several roots may use."""
+    """Returns the folder, below a node's folder, for the identity of a root's run.
+
+    Several roots may use the same node's folder, so each has a separate folder for its identity.
+    """
     return node_folder / f".run-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}"
 
 

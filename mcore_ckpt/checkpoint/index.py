@@ -41,7 +41,7 @@ SCALE_REGION = Region.whole((1,))
 # Qwen3-Next has the most pieces, 6.
 _MOST_PIECES = 64
 
-# Maps the text of a region's members to the region.
+# The regions that are already decoded, by their text in the index.
 Regions = dict[bytes, Region]
 
 

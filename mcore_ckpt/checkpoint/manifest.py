@@ -227,7 +227,7 @@ def encode_readable(manifest: Manifest) -> bytes:
     Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
 
     The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.
-    Then the check uses those of `manifest`, so that no second copy of thousands of ranks is kept.
+    After that, the checks use the ranks, files and tensors of `manifest`, so that the decoded ones need not be kept.
     """
     ranks, entries = _ranks_of(manifest), _entries_of(manifest)
     data = _encode(manifest, ranks, entries)
@@ -321,7 +321,10 @@ def _checked_members(data: bytes) -> Members:
 
 
 def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
-    """Reads a manifest. If `known` is given, its equal ranks, tensors and files are used instead of the text's."""
+    """Reads a manifest. If `known` is given, the ranks, tensors and files are taken from it, and not from the text.
+
+    The caller must have checked that those of the text are equal.
+    """
     record = members.small
     versions = fields.get_dict(record, "versions")
     topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
@@ -474,7 +477,7 @@ def _check_topology(manifest: Manifest) -> None:
     most = dict(zip(_AXES, map(max, zip(*map(_coordinates_in_order, ranks), strict=True)), strict=True))
     for number, rank in enumerate(ranks):
         if all(most[name] < sizes[name] for name in _AXES):
-            break  # nearly always, which spares a look at each of thousands of ranks
+            break  # true for nearly all manifests, in which no rank need be looked at
         if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 

@@ -31,10 +31,10 @@ _LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# Triples (member, text, bytes): a large manifest has at least so many bytes for each occurrence of the text in the
-# member. The texts count the files, the tensors' names and the nodes' names (two quotes each), and the nodes' numbers.
-# With more occurrences, the Python objects would take more than five times the size of the manifest. The shortest entry
-# is that of a part's file: 80 bytes with the shortest names.
+# Triples (member, text, bytes): each occurrence of the text in the member counts as so many bytes. A large manifest is
+# refused if the sum is larger than its size, because its Python objects would take more than five times that size. The
+# texts count the files, the tensors' names and the nodes' names (two quotes each), and the nodes' numbers. The shortest
+# entry is that of a part's file: 80 bytes with the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 # Stands for the number of tensors if the runs do not ascend.
@@ -257,7 +257,7 @@ def read(data: bytes) -> Members:
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except fields.FieldError:
-        # Data in the form of `encode` that cannot be parsed as a whole are returned with their wrong checksum.
+        # Data in the form of `encode` are returned even if they are not JSON as a whole. Their `is_intact` is False.
         if found is not None:
             return found
         raise

@@ -210,7 +210,7 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
 _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
-# A longer context may also change one of these values into another.
+# Facts that a longer context may also change, but only from one of these values to another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
 # The frequencies follow from these fields. If one of these fields differs, only that difference is reported, and not
 # that of the frequencies.
@@ -296,7 +296,10 @@ def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
 
 
 def hidden_differences(saved: Facts, live: Facts) -> list[DifferentFact]:
-    """Returns the facts that differ and that no tensor shows. A critic has another head than its language model."""
+    """Returns the facts that differ and that no tensor shows.
+
+    Tensors show whether the head shares the embedding. This may differ between a critic and its language model.
+    """
     return [each for each in different_facts(saved, live) if not each.name.endswith(_SHOWN_BY_TENSORS)]
 
 

@@ -41,7 +41,7 @@ class _Entry:
 
 
 class PtArchive:
-    """The records of one archive, which fills its file, and their places in the file.
+    """The records of an archive that takes up a whole file, and their places in the file.
 
     Raises ArchiveError if the file is not what `torch.save` writes, was cut, or contradicts itself.
     """
@@ -119,7 +119,10 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns the offset of the end records, and, if there is a zip64 record, its entries, size and offset."""
+    """Returns the offset of the end records, and what the zip64 end record says of the directory.
+
+    That is the number of entries, the size and the offset of the directory; None if there is no zip64 end record.
+    """
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:
         return end_at, None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def expanded_path(text: str) -> Path:
-    """Returns a path, with the home folder for a leading `~`, because a shell does not replace the `~` in `--dir=~/x`.
+    """Returns a path in which the home folder replaces a leading `~`, which a shell leaves as it is in `--dir=~/x`.
 
     Raises ArgumentTypeError for a URL.
     """
@@ -70,7 +70,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def folder_or_model(text: str) -> str:
-    """Returns a HuggingFace folder, as `expanded_path` does, or the name of a model on the hub as it is."""
+    """Returns the path of a HuggingFace folder, with `~` replaced, or the unchanged name of a model on the hub."""
     expanded_path(text)  # refuses a URL
     return os.path.expanduser(text)
 

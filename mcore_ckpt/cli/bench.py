@@ -42,8 +42,8 @@ EXAMPLES = (
 
 _PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-# The slowest trial save minus the fastest one, as a part of the median. Above this, predictions may be off by more than
-# a fifth.
+# A limit for the time of the slowest trial save minus that of the fastest, divided by the median. Above this limit,
+# predictions may be off by more than a fifth.
 _UNSTEADY = 0.4
 
 _SIZES = {**SIZES, "etp": f"{SIZES['etp']} (the value of --tp if not given)"}
@@ -121,7 +121,7 @@ def _size(args: argparse.Namespace) -> SaveSize | None:
 
 
 def _parameters(text: str) -> int:
-    """Parses a number of parameters, with a unit as in the names of models, or without.
+    """Parses a number of parameters. It can end with a unit, as in the names of models.
 
     >>> _parameters("8B"), _parameters("1.5e9")
     (8000000000, 1500000000)

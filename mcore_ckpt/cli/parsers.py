@@ -18,7 +18,7 @@ _EXAMPLES = "examples:"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that removes secrets from quoted arguments, and suggests what an unknown argument may mean."""
+    """A parser whose messages quote arguments without their secrets, and suggest what an unknown argument may mean."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted(message))

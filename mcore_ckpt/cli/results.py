@@ -37,5 +37,8 @@ def result_console(markup: bool = False) -> Console:
 
 class _ResultConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Raises the error for `main`. rich would end the process with status 1, which means a bad checkpoint."""
+        """Raises the error again, so that `main` handles it.
+
+        rich itself would end the process with status 1, which means a bad checkpoint.
+        """
         raise

@@ -34,7 +34,8 @@ _MODULES = {
     "mixer": "mamba",
 }
 _ORDER = ("attention", "mamba", "mlp")
-# Parts of one kind whose tensors do not fit each other, with the names that tell them apart.
+# Triples (part, beginning of a name, variant): if a name in the part begins so, the part is this variant. Tensors of
+# different variants do not fit each other.
 _VARIANTS = (
     ("attention", "self_attention.in_proj.", "linear attention"),
     ("attention", "self_attention.linear_kv_down_proj.", "latent attention"),

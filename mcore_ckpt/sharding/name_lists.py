@@ -32,10 +32,9 @@ _MOST_NAMES = 1 << 24
 _NONE = "0"
 
 Numbers = tuple[int, ...]
-# Maps a pattern, and all numbers of a name except the last, to the last numbers of all names that begin with these.
+# Names by their pattern and by their numbers except the last. Each value is the set of the last numbers of these names.
 _Found = dict[str, dict[Numbers, set[int]]]
-# Maps a pattern, with all ranges of an entry except the last, to the entries that have these, and each entry to its
-# last range.
+# Entries by their pattern and by their ranges except the last. Each value maps these entries to their last ranges.
 _Alike = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 Ranges = tuple[tuple[int, int], ...]
 
@@ -189,7 +188,7 @@ def _found(alike: _Alike) -> _Found:
 
 
 def _named(pattern: str, rows: Mapping[Numbers, Collection[int]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields the names in each row of a pattern, and their keys of natural order."""
+    """Yields the names that each item of `rows` (see `_Found`) stands for, and their keys of natural order."""
     if _ANY not in pattern or pattern.startswith(_AS_IT_IS):
         name = pattern.removeprefix(_AS_IT_IS)
         yield [name], [natural_order(name)]
@@ -234,7 +233,10 @@ def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
 
 
 def _boxes(by_first: Mapping[Numbers, Iterable[int]]) -> Iterator[tuple[str, ...]]:
-    """Divides combinations of numbers into boxes. A box has a text of ranges for each place of a number.
+    """Divides combinations of numbers into boxes.
+
+    A box is a tuple of texts such as "[0-2,7]", one for each number of a combination. It stands for every
+    combination of the numbers that its texts list.
 
     `by_first` maps all numbers of a combination except the last to the last numbers.
     """

@@ -131,7 +131,7 @@ def natural_order(name: str) -> str:
 
 
 def natural_orders(start: str, numbers: Iterable[int], end: str) -> list[str]:
-    """Returns `natural_order` of names that differ only in one number, which follows `start`."""
+    """Returns `natural_order` of each name that consists of `start`, one of the `numbers`, and `end`."""
     before, after = natural_order(f"{start}0"), _key_of(end)
     before = before.removesuffix(_key_of("0"))
     return [f"{before}{_key_of(str(number))}{after}" for number in numbers]

@@ -114,7 +114,7 @@ def _strides(shape: Shape) -> Shape:
 
 
 def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tuple[int, Rows]]) -> Iterator[_Placed]:
-    """Appends the rows that `have` supplies to `found`. Yields the boxes that are still missing."""
+    """Extends `found` by the rows that `have` supplies. Yields the boxes that are still missing."""
     for want in remaining:
         common = want.box.intersect(have.box)
         if common is None:

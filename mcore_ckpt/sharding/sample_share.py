@@ -1,8 +1,8 @@
 """Divides the samples of a data set among data-parallel ranks, and divides anew the samples that are left.
 
-A share is every `size`-th of the samples that were left at the last division. So ranks that have taken equally many
-samples are described by two numbers. If some ranks are ahead, the samples that the other ranks still have to take are
-listed one by one, and come first after the next division.
+A share is every `size`-th of the samples that were left at the last division. So if all ranks have taken equally many
+samples, two numbers (`start` and `taken`) describe which. If some ranks are ahead, the samples that the other ranks
+still have to take are listed one by one, and come first after the next division.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
     if len(shares) != first.size:
         raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size} ranks: use the shares of all ranks")
     taken = [share.taken for share in shares]
-    # The places of all ranks are numbered together. Every place before `begin` has been taken, and none from `end` on.
+    # The division has numbered the samples: rank r takes the places r, r + size, r + 2 * size, ... Every place before
+    # `begin` has been taken, and no place from `end` on.
     begin = min(taken) * len(shares)
     end = max(number + (count - 1) * len(shares) + 1 if count else 0 for number, count in enumerate(taken))
     if end - begin + len(first.left) > _MOST_LEFT:

@@ -16,7 +16,7 @@ VISUAL, VISION_MODEL = "visual.", "vision_model."
 """The beginnings of the names of a tower's tensors."""
 
 VISION_TOWER, PROJECTOR = "vision_tower.", "mm_projector."
-"""The beginnings for Kimi-K2.5's tower, and for its projector outside the tower. Both are modules of its own files."""
+"""The beginnings of names in Kimi-K2.5's tower and projector, which are modules of the model's own Python files."""
 
 _TOWER = re.compile(r"(?:visual|vision_model|vision_projection|vision_tower|mm_projector)\..+")
 _OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")

@@ -259,7 +259,7 @@ def environment() -> dict[str, str]:
 
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     if torch.cuda.device_count() < RANKS:
-        # There are fewer GPUs than ranks: hide them, because Megatron would put half of its state on them.
+        # There are fewer GPUs than ranks: hide the GPUs, because Megatron would keep a part of its state on them.
         settings["CUDA_VISIBLE_DEVICES"] = ""
     return {**os.environ, **settings}
 

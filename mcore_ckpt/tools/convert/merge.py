@@ -141,7 +141,7 @@ class MergeJob:
         model: the model that the checkpoint holds.
         plan: the weight files to write; the adapter's files if only the adapter is written.
         adapters, left_out, other_model: see `MergeReport`.
-        adapter: the folder of the adapter to write.
+        adapter: the adapter's folder to write; None if the adapters are merged, or if there are none.
     """
 
     reader: CheckpointReader

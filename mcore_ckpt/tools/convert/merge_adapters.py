@@ -190,7 +190,10 @@ class AdapterMerge:
         return stepped, BASE if has_optimizer else MAYBE_TRAINED
 
     def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
-        """Returns HuggingFace tensors with their adapters: the `wanted` tensors if the checkpoint has mcore's names."""
+        """Returns HuggingFace tensors with their adapters.
+
+        They are the `wanted` tensors if the checkpoint has mcore's names, and otherwise all weights that have adapters.
+        """
         found, tensors = self.source.found, self.source.tensors
         if found.has_hf_names:
             return adapted_weights(tensors, self.settings.alpha)
@@ -237,7 +240,10 @@ class AdapterMerge:
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
-    """Returns a tensor if the checkpoint has all its values (of a trained tensor or a changing buffer); else None."""
+    """Returns a tensor that is made of the checkpoint's `weights`; None if they lack some of its values.
+
+    In a checkpoint of adapters, `weights` are tensors that were trained in full, and buffers that training changes.
+    """
     names = [] if adapted is None else [found_as(slab.mcore, weights) for slab in adapted.slabs]
     if adapted is None or not names or None in names:
         return None

@@ -171,7 +171,7 @@ def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:
 
 
 def _read_piece(written: TorchDistFiles, rows: KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
-    """Reads the rows that a key and a piece have in common into `memory`, at the piece's place in the local tensor."""
+    """Reads the rows that a key and a piece have in common. Writes them to the piece's place in `memory`."""
     place, (first, *rest) = rows.place, piece.global_offset
     start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])
     if start >= stop:

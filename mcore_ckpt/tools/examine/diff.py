@@ -319,7 +319,7 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
 
 
 def _different_part_files(left: NativeReader, right: NativeReader) -> Iterator[DifferentValue]:
-    """Yields the files of the step's parts whose bytes differ, by their CRCs."""
+    """Yields the files of the step's parts that differ in size or CRC."""
     ours, theirs = (
         {file.path: f"{file.size} bytes, CRC {file.crc32:08x}" for file in reader.manifest.files_of("part")}
         for reader in (left, right)

@@ -19,8 +19,8 @@ _SHOWN = 60
 class Tolerance:
     """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
 
-    If `atol` and `rtol` are 0, every bit must be equal. If `any_dtype` is True, tensors of different dtypes are the
-    same if their values are the same.
+    If `atol` and `rtol` are 0, every bit must be equal. If `any_dtype` is True, tensors of different dtypes count as
+    the same if their values are the same.
     """
 
     atol: float = 0.0

@@ -57,10 +57,11 @@ def find_checkpoint(
     """Finds the checkpoint of one role at a path.
 
     Args:
-        path: the folder of a role, of a step, or of all steps. In a folder of all steps, the newest complete step of
-            this package is taken. The folder of a step of megatron's own trainer is an `iter_...` folder.
+        path: the folder of a role, of a step (`iter_...` for megatron's own trainer), or of all steps. In a folder of
+            all steps, the newest complete step of this package is taken. If all steps are another program's, the step
+            that the tracker names is taken, or the only step.
         backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
-        step: the step to take from a folder of all steps; None for the newest.
+        step: the step to take from a folder of all steps; None to choose it as described for `path`.
         role: the role to take from a step; None if the step has only one.
 
     Raises:
@@ -114,7 +115,8 @@ def _foreign_kind(folder: Path, backend: Backend) -> str | None:
 def _places(path: Path, step: int | None) -> list[Path]:
     """Returns the folders that may be a foreign checkpoint, or contain the roles of one: the path, or steps in it.
 
-    Raises InvalidArgumentError if the path has several steps of another program, and `step` chooses none of them.
+    Raises InvalidArgumentError if the path is not a folder of steps although `step` is given, or if it has several
+    steps of another program, and neither `step` nor the tracker chooses one of them.
     """
     found = what_is(path)
     if step is not None:

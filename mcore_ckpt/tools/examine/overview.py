@@ -111,7 +111,7 @@ class Overview:
 
     Attributes:
         compared_with: the checkpoint that the roles were compared with; None if there was no comparison.
-        diffs: the differences, by role's folder, of each role that the other checkpoint has, too.
+        diffs: the differences of each role that both checkpoints have, by the role's folder.
         only_in_other: the roles that only the other checkpoint has.
     """
 

@@ -236,7 +236,7 @@ def _write(
 
 
 def _not_listed(role_dir: Path, manifest: Manifest) -> dict[str, Path]:
-    """Returns the files and folders of other programs in a role's folder. A role of plain files lists any name."""
+    """Returns the files and folders in a role's folder that are from other programs and not in the role's manifest."""
     listed = {file.path.partition("/")[0] for file in manifest.files}
     return {name: path for name, path in companions_of(role_dir).items() if name not in listed}
 

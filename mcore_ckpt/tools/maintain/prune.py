@@ -25,9 +25,9 @@ from mcore_ckpt.tools.examine.progress import Progress, no_progress
 class PrunedFolder:
     """A step or a leftover of a dead process, and whether it was deleted. The `step` of a leftover is None.
 
-    `stays` is True if the folder was kept; in a dry run, if it would be kept. `failed` is True if the folder stays
-    because it cannot be deleted. `nbytes` is the size of the folder's files in bytes, without lost files. The roles in
-    `loses` have lost (or would lose) their optimizers, `lost_bytes` bytes in all.
+    `stays` is True if the folder was kept; in a dry run, if it would be kept. `failed` is True if the folder, or an
+    optimizer in it, stays because it cannot be deleted. The roles in `loses` have lost (or would lose) their
+    optimizers, `lost_bytes` bytes in all. `nbytes` is the size of the folder's other files in bytes.
     """
 
     path: Path
@@ -116,7 +116,10 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
-    """Returns the decision. If the step does not have the role, returns the decision that the step stays."""
+    """Returns what a decision means if only one role is pruned; for `None`, the unchanged decision.
+
+    A step without the role stays, and no other role loses its optimizer.
+    """
     if role is None:
         return decision
     if role in decision.status.committed | decision.status.declared:

@@ -29,8 +29,8 @@ from mcore_ckpt.tools.examine.select import Selection, select
 class TrainerConversionReport:
     """Report of a conversion. `source` are the folders of the roles, and `path` is the folder of the new step.
 
-    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences for
-    people on everything that the other trainer does not get.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences that
+    tell people what the other trainer does not get, and what to do about it.
     """
 
     source: tuple[Path, ...]

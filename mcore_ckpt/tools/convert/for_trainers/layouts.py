@@ -67,7 +67,7 @@ class Plan:
         writers: the writers, each with its folder relative to the step's folder.
         own_tracker: the name and the bytes of a tracker that only this trainer uses; None if the trainer has no such
             tracker.
-        notes: sentences for people on everything that the other trainer does not get.
+        notes: sentences that tell people what the other trainer does not get, and what to do about it.
     """
 
     step: int
@@ -195,7 +195,7 @@ def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
 
 
 def _run_config(reader: NativeReader) -> dict[str, str]:
-    """Returns Bridge's saved configuration, with the parallel sizes of the random states; empty if they do not fit."""
+    """Returns Bridge's saved configuration; empty if there is none, or if it has other sizes than the checkpoint."""
     loop, sizes = read_loop_state(reader), reader.manifest.topology
     text, layout = loop.get("run_config"), loop.get("layout")
     # Leave out the configuration after a reshard, because it has the old sizes. Bridge then takes the sizes from the
@@ -298,7 +298,7 @@ def _files_of_verl(step_path: Path) -> Iterator[str]:
 def _notes(
     reader: NativeReader, converted: Sequence[str], has_rng: bool, without_rng: str, shared: SharedState
 ) -> tuple[str, ...]:
-    """Returns the notes on everything that the other trainer does not get.
+    """Returns the notes: what the other trainer does not get, and what to do about it.
 
     `converted` are the keys of extra_state that are converted. `without_rng` is the option with which the other trainer
     loads no random states.

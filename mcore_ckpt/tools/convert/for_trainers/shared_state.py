@@ -151,7 +151,7 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
         if _TORCHS_FIELD in groups[0]:
             state["common_step"] = torch.tensor(float(step))
         else:
-            # FusedAdam counts steps in its param groups, and would take a `step` in the state for a tensor. torch's
+            # FusedAdam counts steps in its param groups, and would treat a `step` in the state as a tensor. torch's
             # Adam counts them in the state, and would never change a `step` in its groups.
             groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
     elif step is not None:

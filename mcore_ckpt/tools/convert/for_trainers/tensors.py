@@ -115,7 +115,7 @@ def _key_rows(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> list[Key
     """Returns the keys of a tensor, each with its rows. A mixer's tensor has one key for each section."""
     local = in_local_spec(tensor.name)
     first, *others = keys.places(local)
-    # A norm's key depends on the layer spec, so list all its keys. One of them can be the tensor's name.
+    # A norm's key depends on the layer spec, so list its keys under all specs. The stored name also gives a key.
     found = [*others, *([keys.place(tensor.name)] if not is_expert(tensor.name) else [])]
     rows = tensor.shape[0] if tensor.shape else 1
     whole = KeyRows(first, 0, rows, tuple(dict.fromkeys(place.key for place in found if place.key != first.key)))

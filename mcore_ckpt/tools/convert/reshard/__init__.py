@@ -12,9 +12,10 @@ The indexes describe every byte, so no model is needed. The cuts and stages of t
 - The data-parallel ranks of each (pp, tp) divide the elements of all dense parameters there evenly, in the order of
   names. The data-parallel ranks of each (pp, etp, ep) divide the elements of the experts there in the same way. A load
   accepts any such division. A replicated optimizer becomes a sharded optimizer.
-- The world size stays as saved if the other sizes divide it. Otherwise the new world size is the smallest number that
-  they divide. The data-parallel size follows from the world size, as in Megatron. `--etp` equals `--tp` if both were
-  equal in the checkpoint.
+- If neither `--world` nor `--dp` is given, the world size stays as saved if tp x pp x cp and etp x ep x pp divide it.
+  Otherwise the new world size is the smallest number that both products divide. The data-parallel size follows from
+  the world size, as in Megatron. If `--etp` is not given, it equals `--tp` if both were equal in the checkpoint, or if
+  `--ep` becomes 1.
 - The vocabulary keeps its padded rows if tp divides them. Otherwise it is padded to the next multiple of tp, with
   zeros. With `--vocab-size` and `--make-vocab-size-divisible-by`, the vocabulary is padded as in Megatron.
 - Random states and `extra_state` follow the rule of a load (`Topology.place_in_turn`). Under another data-parallel

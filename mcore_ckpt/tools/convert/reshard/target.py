@@ -98,8 +98,8 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
 
     A size that is not given stays as saved, with these exceptions:
 
-    - The number of ranks stays as saved if the other sizes divide it. Otherwise the smallest number that they divide is
-      taken.
+    - The number of ranks stays as saved if tp x pp x cp and etp x ep x pp divide it. Otherwise the smallest number that
+      both products divide is taken. `dp` follows from the number of ranks.
     - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` becomes 1.
     - `vpp` is 1 if there is one pipeline rank. If a pipeline layout or a pattern is given, `vpp` follows from the
       number of stages in it.

@@ -122,7 +122,7 @@ def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float])
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """Lets one rank of each host try to take a lock that rank 0 holds, and then to make the same lock file.
+    """Lets one rank of each host try to take a lock that rank 0 holds. Then lets all these ranks try to make one file.
 
     `leaders` are the ranks that take part, including rank 0.
     """
@@ -215,8 +215,8 @@ def _of_winners(winners: Sequence[int]) -> Finding:
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
     """Compares the clocks of the hosts with rank 0's clock.
 
-    All ranks read their clocks between two readings of rank 0's clock. The error is half the time between these
-    readings.
+    The `leaders`, one rank of each host, read their clocks between two readings of rank 0's clock. The error is half
+    the time between these two readings.
     """
     if len(leaders) < 2:
         return []

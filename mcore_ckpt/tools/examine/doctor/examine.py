@@ -126,7 +126,7 @@ class _Examination:
             self._together += between_hosts.compare_clocks(self._agreement, told["leaders"])
 
     def give_up(self, error: CheckpointError) -> None:
-        """Adds the finding that the ranks could not finish together. This rank examines the root alone."""
+        """Examines the root alone, if this rank has not examined it. Adds the finding that the ranks did not finish."""
         if self._own is None:
             with ExitStack() as stack:
                 self._open_trial(stack)

@@ -4,8 +4,8 @@
 `trial_saves.py` makes the measured saves: real saves of random bytes, without a trainer.
 
 Small saves wait mostly for locks, folders, small files and their syncs, and not for copies and large writes. So whole
-saves are measured, with random bytes in place of the trainer's objects. From saves of two sizes, one of them almost
-empty, follow a fixed cost and a speed for each part of a save. `predict.py` only calculates with these numbers, so
+saves are measured, with random bytes in place of the trainer's objects. Saves of two sizes, one of them almost
+empty, give a fixed cost and a speed for each part of a save. `predict.py` only calculates with these numbers, so
 tests can check it with given speeds. `size.py` counts bytes by the names and shapes of `models/` and the layout rules
 of `reshard`, so a model's last stage, experts and tied embeddings are counted exactly. Trial saves do not copy with the
 code of `save`, because `tools` may not import it.
