@@ -196,7 +196,7 @@ class Loaded(Event):
 
     Attributes:
         nbytes: the bytes that this rank read from tensor files.
-        seconds: the time from the call of `load` to the ranks' last agreement.
+        seconds: the time from the call of `load` until all ranks have agreed that they are done.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
         rounded: how many tensors of this rank were rounded, by the two dtypes, as in LoadReport.
     """

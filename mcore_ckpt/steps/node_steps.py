@@ -193,7 +193,7 @@ def files_here(role_dir: Path, manifest: Manifest) -> list[int]:
 
 
 def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[FastCheckpoint]:
-    """Joins the nodes' parts, the last commit first. `by_node` has the number of each node that answered."""
+    """Joins the nodes' parts, the newest commit first. `by_node` has the number of each node that answered."""
     holders: dict[tuple[int, str, str], list[tuple[int, HeldRole]]] = {}
     for node, held in by_node:
         for each in held:
