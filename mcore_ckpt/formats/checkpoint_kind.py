@@ -28,7 +28,8 @@ class CheckpointKind(Protocol):
             this kind are HuggingFace models already, so `merge` does not read them.
         needs_writers: True if `open_state` needs `LiveTraining.writers`.
         has_hf_names: True if the kind's reader lists tensors by HuggingFace's names, so that a merge only copies them.
-        may_permute_adapters: True if Megatron-Bridge writes this kind, with the rows of some adapters in another order.
+        may_permute_adapters: True if Megatron-Bridge can be the writer. It stores the rows of some adapters in another
+            order than this package.
     """
 
     name: ClassVar[str]

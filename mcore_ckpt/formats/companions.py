@@ -95,7 +95,7 @@ def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = 
     """Returns a file that was truncated because its writer died; None if there is none. Raises OSError.
 
     Only files that the trainer is known to write (see `what_is_missing`) or that have one of the `forms` are checked,
-    because any other file may be a user's. A form is a relative path with "#" in place of numbers.
+    because any other file may be a user's. A form is a relative path with "#" in place of numbers and ids.
     """
     looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
     return next((path for path in looked_at if not _is_sound(path)), None)

@@ -1,4 +1,4 @@
-"""Loads pickles of other programs. The only classes and functions that a pickle may name hold or rebuild data.
+"""Loads pickles of other programs. A pickle may name only classes and functions that hold or rebuild data.
 
 `load_safely` loads a file of `torch.save`; `load_metadata` loads the `.metadata` of a torch_dist checkpoint.
 """

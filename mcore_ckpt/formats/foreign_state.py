@@ -58,7 +58,7 @@ class ModelTensor(Protocol):
         """True if the live tensor is quantized, so that its bytes must not be read."""
 
     def keys(self, key: str) -> list[str]:
-        """Returns the keys of the parts of the tensor with the key `key`, or only `key` if the tensor has no parts."""
+        """Returns the keys of the tensor's parts, or only `key`, the key of the whole tensor, if it has no parts."""
 
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
         """Reads each part with `read`, and returns a filled CPU tensor of the live tensor's shape.
@@ -164,9 +164,10 @@ class LiveTraining:
         parts: the chained optimizers; empty if the optimizer is not to be loaded.
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: a function that returns the state dict of each chunk, with live tensors.
-        sharded: a function that returns the model's tensors as `sharded_state_dict` describes them with the given flags
-            as metadata.
-        chosen: a function that selects the tensors to load from the model's tensors, given the names in the checkpoint.
+        sharded: a function that returns the model's tensors, as `sharded_state_dict` describes them. The function's
+            argument is the metadata for `sharded_state_dict`: flags by name.
+        chosen: a function that takes tensors of the model and the names in the checkpoint, and returns those of the
+            tensors that the load fills.
     """
 
     contents: Collection[str]

@@ -116,9 +116,10 @@ class Locator:
         return next((shard for shard in near if shard.coding is not None and shard.region == wanted.region), None)
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
-        """Finds the bytes of a module's `_extra_state`, preferably from the saved rank nearest to the reading rank.
+        """Finds the bytes of a module's `_extra_state`.
 
-        Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, all under the same name.
+        Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, all under the same name. If
+        possible, the result comes from the saving rank that is nearest to the reading rank.
         """
         assert key.kind == OPAQUE
         stored = self.stored_key(key)

@@ -36,7 +36,7 @@ class ModelFacts:
         mtp_layers: for each multi-token-prediction layer, the additional words that are true of this layer.
         mtp_stack: the number of `mtp_layers` in one depth of multi-token prediction: 1, or more in hybrid models.
         unstated_mtp: the multi-token-prediction layers that published models have although their `config.json` does not
-            mention them. Only its tensors show whether a model has these layers (`reconcile.with_mtp_of`).
+            mention them. Only a model's tensors show whether the model has these layers (`reconcile.with_mtp_of`).
     """
 
     sizes: Sizes

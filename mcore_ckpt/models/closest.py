@@ -99,7 +99,7 @@ def _pattern(name: str) -> str:
 
 
 def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
-    """Returns the tensor's name; if the table has this name with another shape, both shapes, too."""
+    """Returns the tensor's name, followed by both shapes if the table has this name with another shape."""
     pattern, shape = tensor
     wanted = next((other for name, other in places if name == pattern), None)
     return pattern if wanted is None else f"{pattern} of shape {list(shape)} (the table has {list(wanted)})"

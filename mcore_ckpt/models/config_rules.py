@@ -378,7 +378,7 @@ included.
 """
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
-"""`DECODER` with the SiLU activation and without `add_bias_linear`. Rules for rotary embeddings are not included."""
+"""`DECODER`, the SiLU activation, and `add_bias_linear` set to False. Rules for rotary embeddings are not included."""
 
 SPARSE: tuple[Rule, ...] = (*_DECODER, HeadDim(), *_SILU)
 """`DENSE` for an architecture that has no dense layer, and no `intermediate_size` in its configs."""

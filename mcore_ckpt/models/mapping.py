@@ -96,7 +96,7 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     `names` are the names of the tensors in the folder, or a mapping of these names to the tensors. If the folder stacks
     the experts of a layer in one tensor, the list has this tensor instead of one tensor per expert. If an architecture
     stacks experts in two ways under the same names (Qwen3-VL-MoE), the shapes in the mapping show which way the folder
-    has. The list contains no copies, and contains the tensors of multi-token prediction only if the folder has at least
+    uses. The list contains no copies. It contains the tensors of multi-token prediction only if the folder has at least
     one such tensor.
     """
     found: list[HfTensor] = []
@@ -146,11 +146,11 @@ def check_names(
 
 
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
-    """Returns True if a folder stores tensors that have the same names in both forms in the form of `Table.stacked`.
+    """Returns True if a folder stores `tensors` in the form of `Table.stacked`, and False for the other form.
 
-    All tensors are looked at, because some can have the same shape in both forms. `tensors` has each stacked tensor
-    with its shape in the other form. `names` maps the names in the folder to its tensors. If `names` is no mapping, the
-    form is unknown, and the result is False.
+    The names are the same in both forms, so the shapes decide. All tensors are looked at, because some can have the
+    same shape in both forms. `tensors` has each stacked tensor with its shape in the other form. `names` maps the names
+    in the folder to its tensors. If `names` is no mapping, the form is unknown, and the result is False.
     """
     if not isinstance(names, Mapping):
         return False

@@ -80,9 +80,9 @@ def _adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
 
 
 def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]]:
-    """Yields the adapters that an mcore weight can have.
+    """Yields the adapters that an mcore weight can have, each with a number or None.
 
-    If experts share an adapter, it comes with the expert's number.
+    For an adapter that experts share, the number is that of the weight's expert. For any other adapter, it is None.
     """
     if _IS_WEIGHT.fullmatch(name) is None:
         return

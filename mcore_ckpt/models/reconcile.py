@@ -96,7 +96,7 @@ def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
 
 def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
-    """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
+    """Returns the model with a row of the vocabulary for each token of a tokenizer, if `config.json` states fewer rows.
 
     Training can add tokens, which use rows of megatron's padding, but the configuration still describes the base model.
     Without this function, the rows of these tokens would be cut off as padding. `rows` is the number of rows of the
@@ -104,7 +104,7 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
 
     Raises:
         CheckpointMismatchError: the tokenizer has more tokens than the embedding has rows, and `config.json` states
-            fewer rows, so that rows of tokens would be cut off.
+            fewer rows than the embedding has, so it is unknown which rows belong to tokens.
     """
     stated = model.sizes.get("vocab", rows)
     if tokens is None or min(tokens, rows) <= stated:

@@ -17,8 +17,7 @@ from mcore_ckpt.models.quantization import quantization_of, without_quantization
 from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.regions import Shape
 
-# Limits on the numbers in a config. Without them, a damaged or hostile config could make the mapping list tensors
-# without end.
+# Limits on the numbers in a config. Without them, a damaged or hostile config could cause an endless list of tensors.
 _MOST_COUNTED = 100_000
 _MOST_OF_A_SIZE = 2**40
 _MOST_EXPERTS_OF_ALL_LAYERS = 1_000_000

@@ -30,7 +30,7 @@ class RopeFields:
 
     @property
     def others(self) -> dict[str, Any]:
-        """The fields of `fields` that no attribute of this class has."""
+        """The entries of `fields` for which this class has no attribute."""
         return {name: value for name, value in self.fields.items() if name not in _OWN}
 
     def refusal(self, name: str, why: str, value: Any = None) -> UnsupportedError:
@@ -216,8 +216,8 @@ _YARN = (
 def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
     """Returns Yarn's fields under megatron's names, with the defaults of transformers' `_compute_yarn_parameters`.
 
-    mscale and mscale_all_dim are None if the config lacks either. If they are None, only the factor scales cosine and
-    sine, both in transformers and in megatron's `_yarn_get_concentration_factor` (0.16.1).
+    mscale and mscale_all_dim are both None if the config lacks one of them. In this case, only the factor scales cosine
+    and sine, both in transformers and in megatron's `_yarn_get_concentration_factor` (0.16.1).
     """
     fields = rope.fields
     if fields.get("attention_factor") is not None:

@@ -4,7 +4,7 @@ On both sides, a table has *global* tensors: it does not know how tensor paralle
 tensors, a table uses the names of megatron's local layer specs; `sharding.synonyms` translates the names of
 transformer-engine's specs.
 
-If megatron fuses several tensors into one, a row names these sections (`Row.sections`). A HuggingFace folder does not
+If megatron fuses several tensors into one, a row names them as sections (`Row.sections`). A HuggingFace folder does not
 show the sections, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each section
 under a separate key. The sections gate and up need no names.
 """
@@ -36,7 +36,7 @@ class RowRange(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A group of rows in an mcore tensor that tensor parallelism cuts separately
+    """A group of rows in an mcore tensor that tensor parallelism cuts separately.
 
     `name` is megatron's name of the group.
     """

@@ -66,7 +66,7 @@ def save_assets(
         hf_config: a transformers PretrainedConfig, or None.
         processing_class: a transformers tokenizer or processor, or None.
         source: the files of the source. If the mapping is empty, this function fills it.
-        is_export: True if the same save writes weights that are not quantized into `folder`.
+        is_export: True if the same save also writes weights into `folder`, without quantizing them.
 
     Returns:
         The paths of all files written.
@@ -105,7 +105,9 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
 
 
 def _generation_text(hf_config: Any) -> str | None:
-    """Returns `hf_config.generation_config` as text; None if the field is not set, or has only `save_pretrained`.
+    """Returns `hf_config.generation_config` as text; None if there is no text.
+
+    There is none if the field is not set, or if `save_pretrained` is the only way to write its value.
 
     Raises UnsupportedError if JSON cannot express the field.
     """
@@ -183,7 +185,7 @@ def _read_source(hf_config: Any, processing_class: Any, destination: Path, files
 
 
 def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
-    """Returns the folder that the objects were loaded from
+    """Returns the folder that the objects were loaded from.
 
     None if the folder is gone, or the objects name no folder.
     """

@@ -3,9 +3,11 @@
 In a vocabulary, only the rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
 `config.json` says, the export has a row for each token, and the exported `config.json` states the number of tokens
 (`reconcile.with_tokens`). The checkpoint's own tokenizer decides this, even if `--hf_model_path` names another folder.
-A tokenizer with more tokens than the embedding has rows is refused, because it is then unknown which rows belong to
-tokens. `plan_tensors` compares the shape of every planned tensor with that of its source, so no other rows can be lost,
-not even rows of weights that were trained in full next to adapters.
+If `config.json` states fewer rows than the embedding has, and the tokenizer has more tokens than the embedding has
+rows, the export is refused, because it is unknown which rows belong to tokens.
+
+`plan_tensors` compares the shape of every planned tensor with that of its source. So no rows except padding can be
+lost, not even rows of weights that were trained in full next to adapters.
 """
 
 from __future__ import annotations

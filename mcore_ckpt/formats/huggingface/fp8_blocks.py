@@ -4,12 +4,15 @@ A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is approxim
 block.
 
 The fields of the model's `quantization_config` decide the blocks, the form of the scales and which modules are left
-out. The names of linear layers decide the rest. Codes and scales are two tensors of a file, and computing either needs
-whole rows of blocks, so the source is read twice. Keeping the scales from the first reading would be possible only if
-one process wrote all files. The largest value of a block gets the largest code (if scales are powers of two: a code
-above half of the largest). So a published model that is dequantized and quantized again gets the same codes bit for
-bit, and the same scales within the rounding of bfloat16. Adapters that the same command merges are added first and the
-sum is rounded to the model's dtype, so the result is that of merging first and quantizing the merged model later.
+out. In all other modules, the weights that have the names of linear layers are quantized.
+
+Codes and scales are two tensors of a file, and computing either needs whole rows of blocks, so the source is read
+twice. Keeping the scales from the first reading would be possible only if one process wrote all files.
+
+The largest value of a block gets the largest code (if scales are powers of two: a code above half of the largest). So a
+published model that is dequantized and quantized again gets the same codes bit for bit, and the same scales within the
+rounding of bfloat16. Adapters that the same command merges are added first, and the sum is rounded to the model's
+dtype. So the result is the same as if the merged model were quantized later.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ class _HubFiles:
         missing = [file for file in files if not (folder / file).exists()]
         lacks = f"{folder / missing[0]} is missing" if missing else ""
         self._download(folder.name, [escape(file) for file in files], [], lacks)
-        # If huggingface_hub 0.36 cannot ask the hub, it takes the part of a model that is in the cache for the whole
-        # model.
+        # If huggingface_hub 0.36 cannot ask the hub, it returns the model's folder in the cache, although files are
+        # missing.
         if not all((folder / file).exists() for file in missing):
             raise CheckpointNotFoundError(_incomplete(self.model, lacks))
 
@@ -245,17 +245,15 @@ class _HubFiles:
                     local_files_only=self.cached_only,
                 )
             )
-        except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types
+        except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types of errors
             raise _explain(self.model, error, lacks) from None  # the URLs in the original error can be signed
 
 
 def _in_other_folders(kept: str) -> Iterator[str]:
     """Yields patterns that match the files in all folders except `kept`.
 
-    A pattern can exclude a letter, but not a word.
-
-    The patterns are needed because subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern
-    of huggingface_hub matches "/", too.
+    They are needed because subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern of
+    huggingface_hub matches "/", too. One pattern is not enough: a pattern can exclude a letter, but not a word.
     """
     for position, letter in enumerate(kept):
         yield f"{kept[:position]}[!{letter}/]*/*"

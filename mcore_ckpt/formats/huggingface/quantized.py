@@ -55,7 +55,8 @@ ACTIVATION_SCALES = (
 # Each of these suffixes can follow a quantized tensor's name. The first three are for its codes. The tensor with
 # `_shape` states the shape of packed codes without padding.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
-# Forms of compressed-tensors in which codes and scales alone do not determine the values.
+# The ends of the names of tensors that some forms of compressed-tensors need in addition to codes and scales. These
+# forms cannot be read.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")
 
 

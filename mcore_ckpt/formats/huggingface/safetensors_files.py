@@ -111,7 +111,7 @@ def read_file(path: Path) -> list[HfStored]:
         if _SPACE.search(header) is not None:
             header = typed_json.without_spaces(header)
         tensors = _tensors(path, header, 8 + length)
-        del header  # a header takes as much memory as all its entries need
+        del header  # free its memory: a header is about as large as all its decoded entries
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise fields.FieldError("a tensor occurs twice")
     except FileNotFoundError:

@@ -166,12 +166,12 @@ class _Part:
 
     @property
     def lead(self) -> int:
-        """The number of codes before the first column that share its byte."""
+        """The number of codes that come before the first column's code in the same byte."""
         return self.columns[0] * self.tensor.bits % 8 // self.tensor.bits
 
     @property
     def byte_columns(self) -> tuple[int, int]:
-        """The first byte of a row of codes that has some of the columns, and the byte after the last one."""
+        """In a row of codes, the first byte that has some of the columns, and the byte after the last such byte."""
         return self.columns[0] * self.tensor.bits // 8, -(-self.columns[1] * self.tensor.bits // 8)
 
     @property
@@ -239,7 +239,7 @@ def _as_bytes(part: _Part) -> torch.dtype:
 
 
 def _scale_rows(part: _Part) -> tuple[int, int]:
-    """Returns the number of a part's first row of scales in the matrix's scales, and how many such rows it has."""
+    """Returns a part's first row of scales, counted from the matrix's first one, and the number of such rows."""
     height = part.tensor.block[0]
     first = part.rows[0] // height
     return first, -(-part.rows[1] // height) - first

@@ -3,8 +3,8 @@
 docs/format.md says how shards are coded. The values are float32. The elements are read into temporary memory.
 
 A load takes the stored elements and the scale as they are only if it fills exactly the stored range, in the stored
-form. Remainders are valid only with the weights that they were saved with. So if it cannot take the remainders as they
-are, the load fills each weight together with its remainder, and then the ranks gather the weights from their owners.
+form. Remainders are valid only with the weights that they were saved with. So if a load cannot take the remainders as
+they are, it fills each weight together with its remainder, and then the ranks gather the weights from their owners.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_coded(ranges: Sequence[ReadTarget], read: Read, partners: Callable[[Sto
 
 
 def _part(range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[ReadTarget]) -> _Part:
-    """Makes the memory for one range, and appends the reads that fill it to `reads`."""
+    """Makes the memory for one range, and extends `reads` by the reads that fill this memory."""
     rows, shard = range_.rows, range_.stored.as_stored
     # The rows are read into memory without gaps, even if they are apart in the tensor.
     stored = torch.empty(rows.numel, dtype=torch_dtype(shard.dtype), device=target.device)

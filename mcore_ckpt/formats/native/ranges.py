@@ -1,4 +1,4 @@
-"""Reads ranges of stored tensors into memory on native threads. The CRC of each block is checked before its use."""
+"""Reads ranges of stored tensors into memory on native threads. Checks the CRC of each block before using the block."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ class RemoteFolder:
     def _checked_pieces(self, file: FileRecord) -> Iterator[memoryview]:
         """Yields the bytes of a file in pieces.
 
-        Raises CheckpointCorruptError; if the CRC is wrong, it does so only after the last piece.
+        Raises CheckpointCorruptError: the file is missing or truncated, or its CRC is wrong. The CRC is compared after
+        the last piece.
         """
         crc = 0
         self.check([file])
@@ -186,7 +187,7 @@ class RemoteFolder:
 class _Buffers:
     """Memory for fetches, which threads use in turn.
 
-    Allocating fresh memory for each fetch would take longer than its CRCs do.
+    Allocating fresh memory for each fetch would take longer than computing the CRCs of the fetched bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -278,7 +279,7 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
         else:
             runs.append((first, last))
-        # Skip all rows that end in these blocks at once, because there can be millions of such rows.
+        # Skip, in one step, all rows that end in these blocks, because there can be millions of such rows.
         ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
         number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
     return runs

@@ -164,7 +164,7 @@ class StoredTensors:
         Returns None if no such shard is stored, although other shards of the key have bound state.
         """
         if self.manifest.format_version < _BOUND_VERSION:
-            return {}  # without reading the indexes of all ranks
+            return {}  # known without reading the indexes of all ranks
         for file in self.files(key):
             opened = self._open(file, key.name)
             if opened.bound_state.get(key) and opened.region(key) == region:
@@ -226,9 +226,9 @@ class StoredTensors:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
-        one file. The last set is for tensors that are cut in an unusual way. If the layout is still the checkpoint's,
-        the reading rank's own optimizer file comes as an additional first set, because otherwise the files of many
-        data-parallel ranks, which all have some of the tensor's state, would be opened.
+        one file. The last set is for tensors that are cut in an unusual way. If the checkpoint was saved under the
+        present layout, the reading rank's own optimizer file is an additional first set. Without this set, the files of
+        many data-parallel ranks would be opened, because each of them has some of the tensor's state.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -253,7 +253,7 @@ class StoredTensors:
         return [self._of_saving_expert_rank(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
     def _of_saving_expert_rank(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
-        """Returns the files of the expert-parallel rank that, when saving, held the reading rank's first expert.
+        """Returns the files of the expert-parallel rank that saved the reading rank's first expert.
 
         A module of grouped experts stores one `_extra_state` per expert-parallel rank, all under the same name.
         """

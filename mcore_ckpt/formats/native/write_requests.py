@@ -48,7 +48,7 @@ class WriteRequest:
         path: the file's path below the role's folder.
         tensors: the tensors, in the order of the tree.
         aliases: the keys that share the bytes of another key.
-        tree: the keys of dicts at the root of the tree that are written even if they are empty.
+        tree: keys at the root of the tree whose dicts are written even if the dicts are empty.
         writers: the world ranks that hold all of the tensors, so that each can write a part of the file. The first of
             these ranks owns the file. Empty if only this rank writes the file.
     """

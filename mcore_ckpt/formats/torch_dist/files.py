@@ -237,7 +237,7 @@ class TorchDistFiles:
         if found is None or len(found[1].size) != len(wanted.global_shape) + 1:
             return False
         if not OPTIMIZER_KEY.match(wanted.key):
-            return False  # weights are never stored in cells: with another number of axes, this is another tensor
+            return False  # weights are never stored in cells, so the additional axis shows that this is another tensor
         *grid, numel = found[1].size
         cell = _cell_shape(wanted.global_shape, grid)
         return cell is not None and prod(cell) == numel

@@ -90,7 +90,7 @@ class Keys:
         return [self.place(key) for key in self._in_specs(name)]
 
     def states(self, name: str) -> Iterator[Place]:
-        """Yields the places of the `_extra_state` of the modules that hold a tensor, because megatron requires each."""
+        """Yields the place of each `_extra_state` that megatron requires for the modules that hold a tensor."""
         for key in self._in_specs(name):
             # HybridModel keeps the `_extra_state` of the output layer (0.19).
             has_state = not _STATELESS.match(key) or (self._is_hybrid and key == MCORE_HEAD)

@@ -1,9 +1,9 @@
 """Finds the keys of a torch_dist checkpoint under which the parts of another model's layers are stored.
 
-A GPTModel's checkpoint fits a HybridModel that runs the same parts, and a HybridModel's checkpoint fits a GPTModel that
-does. The two models number their layers differently (`sharding/counterparts.py`), and only GPTModel stores layers that
-are alike as one tensor with an axis of layers. megatron-core 0.19 itself can load only a GPTModel's checkpoint into a
-HybridModel (`gpt_checkpoint_interop.py`), and only without multi-token prediction.
+A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
+their layers differently (`sharding/counterparts.py`). Only GPTModel stores one tensor, with an axis of layers, for all
+layers that have the same structure. megatron-core 0.19 itself can load only a GPTModel's checkpoint into a HybridModel
+(`gpt_checkpoint_interop.py`), and only without multi-token prediction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.synonyms import synonyms
 
 # The beginning of a key of the optimizer's state (`DistributedOptimizer.sharded_param_state_fully_reshardable`).
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+\.")
-# The longest axis that is taken for an axis of layers, because a foreign checkpoint may state any size.
+# A longer axis is not accepted as an axis of layers, because damaged metadata may state any size.
 _MOST_LAYERS = 10_000
 _SHARED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

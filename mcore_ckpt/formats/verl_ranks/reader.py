@@ -68,8 +68,8 @@ def open_verl_ranks(
 
     Args:
         expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
-            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show how experts with their
-            own tensor-parallel size and the down-projections of latent attention are cut.
+            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show this for the
+            down-projections of latent attention, and for experts that have their own tensor-parallel size.
         sections: the sections (see `Cut`) of tensors that have sections. Gate and up need not be listed, because the
             shape shows that they are fused.
 

@@ -90,7 +90,7 @@ STACKED_EXPERTS = (
 
 
 def shared_experts(name: str) -> tuple[Row, ...]:
-    """Returns the rows of shared experts and of the experts' gate. The HuggingFace names begin with `mlp.{name}`."""
+    """Returns the rows of shared experts and of their gate. The HuggingFace names begin with `mlp.{name}`."""
     mcore, hf = "mlp.shared_experts.", f"mlp.{name}"
     gate_and_up = dict.fromkeys((f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), "shared_ffn hidden")
     return (

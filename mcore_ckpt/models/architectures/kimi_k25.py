@@ -1,7 +1,7 @@
 """Kimi-K2.5 and K2.6: Kimi-K2's decoder with a vision tower and a projector.
 
-`text_config` contains the fields of the language model and `quantization_config`, because experts are published as
-packed 4-bit integers. The classes of tower and projector are in Python files that come with the model.
+`text_config` contains the fields of the language model. It also contains `quantization_config`, because experts are
+published as packed 4-bit integers. The classes of tower and projector are in Python files that come with the model.
 Megatron-Bridge's model has the two modules under the same names (`models/kimi_vl`, 0.6), whole on each rank of the
 first stage.
 """
