@@ -57,7 +57,7 @@ class RankFiles:
     Attributes:
         plan: which tensor is written where. Once the tensors are copied into images, the plan no longer refers to them.
         need: the files that this rank will write.
-        common: the state that all ranks share, on rank 0.
+        common: the state that all ranks share; empty on all ranks but rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.
 
     Raises UnsupportedError if something cannot be saved completely, and MemoryError if a copy of the state does not
@@ -115,8 +115,8 @@ class RankFiles:
         Files that have no image, because host memory is still being prepared, are written to the disk before this
         returns.
 
-        Raises only what a signal handler raises. Any other error is kept, and this rank reports it in the commit, to
-        which the other ranks go on.
+        Raises only what a signal handler raises. Any other error is kept: the other ranks go on to the commit, and this
+        rank reports the error there.
         """
         try:
             if self.plan.on_host or self.plan.weights.reads_host:
@@ -296,7 +296,10 @@ class RankFiles:
         self._captured = RuntimeError("the save has ended")
 
     def committed(self, exported: Sequence[WrittenFile]) -> int:
-        """Notes for later saves what rank 0 knows now. Returns how many bytes this rank has written."""
+        """Records, for later saves, which names rank 0 has received, and the sizes of the parts and assets.
+
+        Returns how many bytes this rank has written.
+        """
         self._parts.committed()
         self._context.names.mark_sent([*self.plan.files, self._groups])
         written = [*self._written, *exported]
@@ -311,7 +314,7 @@ class RankFiles:
     def _replicas(self, writer: FileWriter) -> ReplicaReport:
         """Returns the CRCs that rank 0 compares with those of other ranks."""
         # Samples from a GPU were queued before the copies of tensors, and these copies have been written. A rank that
-        # copies no tensors, or only weights that it has made before, has not waited for its samples.
+        # copies no tensors, or only weights that it made before it queued the samples, has not waited for the samples.
         has_arrived = self._reads_gpu
         return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 

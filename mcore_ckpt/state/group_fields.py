@@ -118,8 +118,8 @@ def are_same(one: Any, other: Any) -> bool:
 def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
     """Returns the names of the fields that follow one of `rules` and differ between the settings of two groups.
 
-    A field that only one of the groups has counts as different only under the rule "schedule", because versions and
-    classes have different fields.
+    If only one of the groups has a field, this counts as a difference only under the rule "schedule", because versions
+    of megatron and classes of optimizers have different fields.
     """
     return [
         name

@@ -99,9 +99,10 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists with one value per param group, such as torch's `base_lrs`, into this run's order of groups.
 
-    A list is taken for such a list if the saved list has `saved` values, one per saved group, and the run's list has
-    one value per group of the run. `numbers` has, for each group of the run, the number of its saved counterpart; None
-    for a group without counterpart. `found` has the names of the lists that `applied` has found.
+    A list is assumed to have one value per param group if the saved list has `saved` values, which is the number of
+    saved groups, and the run's list has as many values as the run has groups. `numbers` has, for each group of the run,
+    the number of its saved counterpart; None for a group without counterpart. `found` has the names of the lists that
+    `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:

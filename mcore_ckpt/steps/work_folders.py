@@ -58,7 +58,7 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
 
 
 def replaced_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints, next to a folder, that saves to the folder have replaced and not removed."""
+    """Returns the checkpoints next to `folder` that were replaced by saves to `folder`, and not removed yet."""
     found = [(entry, file_names.parse_work_dir(entry.name)) for entry in entries(folder.parent)]
     return [
         entry for entry, work in found if work is not None and (work.role, work.purpose) == (folder.name, "replaced")

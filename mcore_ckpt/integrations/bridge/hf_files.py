@@ -64,7 +64,10 @@ class BridgeTokenizer:
     config: Any
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the files that Bridge's own checkpoints have. Rank 0 calls this. Bridge only logs errors."""
+        """Writes the files that Bridge's own checkpoints have. Rank 0 calls this.
+
+        If the writing fails, Bridge logs the error and does not raise it.
+        """
         from megatron.bridge.training.checkpointing import save_tokenizer_assets
 
         save_tokenizer_assets(self.tokenizer, self.config, str(folder))

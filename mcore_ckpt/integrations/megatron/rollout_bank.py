@@ -1,9 +1,9 @@
 """Makes Megatron-LM's rollout bank part of each checkpoint (`megatron/rl/rollout_bank.py`, 2026-08, its format 2).
 
-The bank is a folder to which rank 0 appends each group of rollouts as soon as the group is complete. The bank notes at
-which iteration each group was used. So it fits every checkpoint since its last compaction: a load of iteration T drops
-the groups that were used up to T. A compaction removes used groups for good. So the bank does not fit a checkpoint from
-before the last compaction, or of another folder, and Megatron-LM would go on without the rollouts that belong to the
+The bank is a folder to which rank 0 appends each group of rollouts as soon as the group is complete. The bank records
+the iteration at which each group was used. A load of iteration T drops the groups that were used up to T. A compaction
+removes used groups for good. The bank therefore fits every checkpoint since the bank's last compaction. After a load of
+an older checkpoint, or of one from another folder, Megatron-LM would go on without the rollouts that belong to the
 checkpoint.
 
 Each checkpoint gets a copy of the bank. A load takes the copy only if the bank does not belong to the checkpoint,
@@ -41,7 +41,7 @@ _ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
 
 
 class _Bank(NamedTuple):
-    """The manifest of a bank: the life that wrote the bank, and the iteration of the last compaction."""
+    """The manifest of a bank: its timeline (one per start of training), and the iteration of the last compaction."""
 
     timeline: str
     compacted_at: int
@@ -148,8 +148,8 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
         return False
     if found.timeline == of_step.timeline:
         return True
-    # Each life of the training begins a new timeline. The bank also belongs to the checkpoint if the life that wrote
-    # the bank began with this checkpoint, and ended before the next save.
+    # Each start of the training begins a new timeline. The bank also belongs to the checkpoint if the training that
+    # wrote the bank started from this checkpoint, and ended before the next save.
     path = bank / _LOADED_FILE
     return path.exists() and parse_json(read_small(path, _MANIFEST_BYTES), path) == loaded
 
