@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 HELP = "put the folders of the fast tier's nodes together"
 DESCRIPTION = """\
-Puts the folders of several nodes of the fast tier together into an ordinary checkpoint. The folders are copied or
-mounted to this machine. All roles of the newest step that is whole are taken, and every CRC is checked; if a file is
-damaged on one node, it is taken from another node. The result appears once it is complete. If no step is whole, the
-exit status is 1, and the command lists the missing files and the nodes that had them."""
+Puts the folders of several nodes of the fast tier together into an ordinary checkpoint. Copy or mount the folders to
+this machine first. All roles of the newest step that is whole are taken, and every CRC is checked; if a file is damaged
+on one node, it is taken from another node. The result appears once it is complete. If no step is whole, the exit status
+is 1, and the command lists the missing files and the nodes that had them."""
 
 EXAMPLES = (
     "collect node0 node1 node2 checkpoints # node0 is a copy of /dev/shm/run of a node",

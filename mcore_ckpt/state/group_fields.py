@@ -176,4 +176,4 @@ def replaced(live: Group, saved: Group, option: Option) -> Iterator[str]:
     rules: tuple[Rule, ...] = ("optimizer",) if option == "run" else ("optimizer", "schedule", "structure")
     for name in differing(live, saved, rules):
         if name in live:
-            yield f"{name} {saved.get(name, 'as the scheduler')} (the run asked for {live[name]})"
+            yield f"{name} {saved.get(name, 'of the scheduler')} (the run asked for {live[name]})"
