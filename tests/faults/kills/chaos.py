@@ -95,7 +95,7 @@ class Outcome:
 class Chain:
     """One folder of checkpoints, and the lives of the training that writes it."""
 
-    def __init__(self, seed: str, folder: Path, port: int, part_megabytes: int) -> None:
+    def __init__(self, seed: str, folder: Path, port: int, part_megabytes: int = 0) -> None:
         self._random = random.Random(seed)
         self._part_megabytes = part_megabytes
         self._folder = folder
