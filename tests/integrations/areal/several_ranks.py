@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.integrations.areal import with_areal  # noqa: F401  AReaL can be imported after it
+
+# isort: split
 from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -22,7 +26,6 @@ from tests.distributed.forked_ranks import run as run_forked
 from tests.distributed.global_state import GlobalState, assert_same_state, global_state
 from tests.distributed.training import Layout, parallel
 from tests.distributed.training import train as train_model
-from tests.integrations.areal import with_areal  # noqa: F401
 from tests.integrations.areal.simulated import BareEngine, Engine, Trainer
 
 SAME = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 2}

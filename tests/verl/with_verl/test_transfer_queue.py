@@ -55,8 +55,8 @@ def test_prompts_in_flight_survive_a_kill(tmp_path: Path, async_save: bool, watc
     assert whole.counts == [1] * PROMPTS
     for point in points(whole.changes, sample):
         killed = replace(whole, folder=tmp_path / f"killed{point}", root=tmp_path / f"root{point}", killed_at=point)
-        # Threads of an async save do their changes in another order each time.
-        assert killed.start() == -9 or async_save, (point, killed.log)
+        # Other threads change the disk, too, so one save has a few changes more than another.
+        assert killed.start() == -9 or killed.changes <= point, (point, killed.log)
         resumed = replace(killed, folder=tmp_path / f"resumed{point}", killed_at=None)
         ended = [] if not (killed.folder / "counts").exists() else [STEPS]
         check_goes_on(resumed, watched - 1, watched, *ended)
