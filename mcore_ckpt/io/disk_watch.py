@@ -9,6 +9,7 @@ takes.
 from __future__ import annotations
 
 import ctypes
+import gc
 import linecache
 import sys
 import threading
@@ -114,7 +115,7 @@ class Look:
 
     def longest(self) -> Call | None:
         """Returns the call that has lasted longest, according to the looks so far."""
-        now, frames = time.monotonic(), sys._current_frames()
+        now, frames = time.monotonic(), _frames()
         calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
         return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
 
@@ -151,6 +152,31 @@ class Look:
             return None
         words = _words(frame)
         return None if "sleep(" in words else Call(words, _path(frame), now - since)
+
+
+# Held during `gc.disable` in `_frames`, so that no other look enables the collection meanwhile.
+_frames_lock = threading.Lock()
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns the innermost frame of each thread, by the thread's identifier.
+
+    In some versions of Python (seen in 3.11.7), `sys._current_frames` holds the interpreter's lock of all threads while
+    it makes its dictionary. If a collection of garbage begins there, it can run Python code, and so let another thread
+    run. If that thread starts a thread or calls this function, both wait for each other, and the process hangs for
+    ever (python/cpython issue 106883). So nothing is collected during the call.
+    """
+    # In a forked child, the lock may be held by a thread that the child does not have.
+    is_held = _frames_lock.acquire(timeout=1.0)
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
+        if is_held:
+            _frames_lock.release()
 
 
 def _family(thread: threading.Thread) -> list[threading.Thread]:

@@ -1,7 +1,9 @@
 """Work that hangs in a call to the system: opening a pipe, which waits until somebody opens its other end."""
 
 import ctypes
+import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -280,3 +282,14 @@ def test_waiting_for_a_thread(pipe: Path) -> None:
         wait_for_thread(thread, TIMEOUT_S)
     answer(pipe)
     wait_for_thread(thread, LONG_S)
+
+
+def test_nothing_is_collected_while_the_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise Python 3.11.7 hangs if the collection lets another thread run that starts a thread or looks, too."""
+    enabled: list[bool] = []
+    read = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (enabled.append(gc.isenabled()), read())[1])
+    assert gc.isenabled()
+    disk_watch.Look(threading.current_thread()).longest()
+    assert enabled == [False]
+    assert gc.isenabled()
