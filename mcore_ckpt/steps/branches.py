@@ -11,7 +11,7 @@ so all steps have one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit, Ranges, merged
@@ -47,7 +47,7 @@ class Position:
 
     Attributes:
         last: the largest number that is known.
-        of_role: the largest number of this role.
+        of_role: the largest number of this role. After a load, also the largest number that the role's steps had then.
         parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """
@@ -61,12 +61,13 @@ class Position:
         """Returns the next commit.
 
         If the number `of_step` of the step's other roles is larger than `of_role`, the commit gets this number,
-        otherwise a new one. So the numbers of a role always grow, even if the role saves a step again.
+        otherwise a new one. So the numbers of a role always grow, even if the role saves a step again, and no number
+        from before a load is shared.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:
             branch = (*self.branch[:-1], (self.branch[-1][0], number))
-        else:  # since the loaded checkpoint, this role has committed steps that are given up now
+        else:  # after the loaded checkpoint, the role's steps got commits that are given up now
             branch = (*self.branch, (number, number))
         return Commit(number, self.parent, branch[-MOST_RANGES:])
 
@@ -74,9 +75,11 @@ class Position:
         """Returns the position after a commit."""
         return Position(max(self.last, commit.number), max(self.of_role, commit.number), attempt, commit.branch)
 
-    def at(self, step: int, commit: Commit | None, attempt: str) -> Position:
-        """Returns the position after loading a checkpoint."""
-        loaded = commit_of(step, [commit])
+    def at(self, step: int, commit: Commit | None, attempt: str, others: Sequence[Commit | None] = ()) -> Position:
+        """Returns the position after loading a checkpoint. `others` are the commits of the step's other roles."""
+        own, loaded = commit_of(step, [commit]), commit_of(step, [commit, *others])
+        if loaded.has_given_up(own.number):  # the others have saved the step again since
+            loaded = own
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 
     def seen(self, last: int, of_role: int) -> Position:

@@ -8,13 +8,17 @@ training with nodes or a store reserves numbers in `.run.json`, and the next tra
 (If a training asked the store at each start, a save would have to wait for the store.) A role that commits to a step
 takes the number of the step's other roles, if that is higher than its own last number. If two roles choose the same
 number for two steps at the same time, the higher step counts, so no harm is done.
+
+A load notes what the step's other roles have committed after the loaded step, too: the training gives that up, so none
+of its roles may share such a number. Otherwise, what one role saves now and what another role saved before the restart
+would look like one step. Therefore all roles of a training must load before one of them saves.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +71,7 @@ class RunHistory:
             of_role = other._position.of_role if other._role == self._role else 0
             self._position = self._position.seen(other._position.last, of_role)
         if other._last is not None:
-            self.loaded(*other._last)
+            self._go_on(*other._last, [])
         self.release()
         self._held = other._held.pop_all()
 
@@ -96,11 +100,21 @@ class RunHistory:
 
     def loaded(self, head: ManifestSummary, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint. `place` is its folder, or its URL in the store."""
+        together: list[ManifestSummary] = []
+        with suppress(OSError):  # raise nothing: the checkpoint is loaded already, and the other ranks go on
+            together += (each for each in self._heads() if self._role in each.roles and each.commit is not None)
+        self._go_on(head, place, together)
+        if together and self._position.branch:
+            self._position = self._position.seen(0, max(each.number for each in together))
+
+    def _go_on(self, head: ManifestSummary, place: Path | str, together: Sequence[ManifestSummary]) -> None:
+        """Takes the place of a checkpoint. `together`: the checkpoints of steps to which this role belongs."""
         settled = self._elsewhere(place)
         own = runs.below(self._root) if _is_below(self._root, place) else settled
         self._last = head, place
         if own.owns(head):
-            self._position = self._position.at(head.step, head.commit, head.attempt)
+            others = [each.commit for each in together if each.step == head.step and each.role != self._role]
+            self._position = self._position.at(head.step, head.commit, head.attempt, others)
             self._took_over = own.known or (None if head.run is None else RootRun(head.run))
             if own is settled and head.run is not None and runs.read_root_run(self._home) is None:
                 logger.warning(

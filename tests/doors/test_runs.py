@@ -186,6 +186,8 @@ def test_a_step_of_two_branches_is_not_complete(tmp_path: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     shutil.move(tmp_path / "aside", root)
     assert job("auto", "critic") == 90
+    assert job("auto") == 90  # because the actor's is of the job before
+    assert job("auto", "actor", "critic") == 90
     assert job("auto") == 100
     # It goes like any other old step.
     job(90, "actor")

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.branches import Position
 from mcore_ckpt.steps.choice import abandoned, by_step, choose, newest, oldest_first
+from mcore_ckpt.steps.history import RunHistory
+from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, judge
 from mcore_ckpt.steps.worth import Lack, Weighed
+from tests.support.checkpoints import stage
+
+ROLES = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -227,3 +237,44 @@ def test_a_branch_stays_short() -> None:
         position = position.after(commit, str(number)).at(0, Commit(commit.number, None, commit.branch), "x")
         position = position.seen(0, commit.number + 1)  # something else of the role, which was given up
     assert len(position.next().branch) == MOST_RANGES
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_roles_that_look_like_one_step_were_saved_by_one_training(data: st.DataObject) -> None:
+    """Two roles commit in any order, and the training dies at any commit and goes back to any complete step."""
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        saved: dict[tuple[int, str], int] = {}  # which training has saved a role of a step
+        for training in range(3):
+            histories = {role: RunHistory(root, role, root) for role in ROLES}
+            step = load_any(root, histories, data) if training else 0
+            for _ in range(data.draw(st.integers(1, 3))):
+                step += 1
+                for role in data.draw(st.sampled_from([ROLES, ROLES[::-1]])):
+                    commit_role(root / f"global_step_{step}", step, role, histories[role])
+                    saved[step, role] = training
+                    for each in (each for each in list_steps(root) if each.is_complete):
+                        assert len({saved[each.step, role] for role in ROLES}) == 1
+                assert newest(list_steps(root)).step == step  # type: ignore[union-attr]
+            # The training dies between the roles of its last step.
+            role = data.draw(st.sampled_from(ROLES))
+            commit_role(root / f"global_step_{step + 1}", step + 1, role, histories[role])
+            saved[step + 1, role] = training
+
+
+def load_any(root: Path, histories: dict[str, RunHistory], data: st.DataObject) -> int:
+    """Goes back to a complete step, most likely to the newest, and returns its number."""
+    whole = sorted((each for each in list_steps(root) if each.is_complete), key=lambda each: -each.step)
+    at = data.draw(st.sampled_from(whole))
+    for head in at.heads:
+        histories[head.role].loaded(head, at.role_dir(head.role))
+    return at.step
+
+
+def commit_role(step_path: Path, step: int, role: str, history: RunHistory) -> None:
+    staging, attempt = stage(step_path / role, step, ROLES)
+    manifest = history.stamp(read_manifest(staging), step_path / role)
+    (staging / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    commit.publish(staging, step_path / role, attempt)
+    history.committed(manifest)
