@@ -179,9 +179,12 @@ def test_published_fp8_is_dequantized_to_what_the_model_keeps(
 def assert_same_logits(chunks: Model, folder: Path) -> None:
     wanted = transformers_logits(folder)
     found = logits_of(chunks, sample_tokens(wanted.shape[-1]))
+    # transformers computes on the CPU. On a GPU, the kernels that megatron's linear attention is compiled to add in
+    # another order: seen on an H200, 7e-5 (megatron-core 0.19). A wrong weight changes the logits by hundreds of that.
+    tolerance = 2e-4 if next(chunks[0].parameters()).is_cuda else 2e-5
     with everywhere():
         if found is not None:
-            torch.testing.assert_close(found[..., : wanted.shape[-1]], wanted, atol=2e-5, rtol=0)
+            torch.testing.assert_close(found[..., : wanted.shape[-1]], wanted, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["several-files", "stacked"])
