@@ -102,7 +102,9 @@ class RunHistory:
         """Notes that the training goes on from a checkpoint. `place` is its folder, or its URL in the store."""
         together: list[ManifestSummary] = []
         with suppress(OSError):  # raise nothing: the checkpoint is loaded already, and the other ranks go on
-            together += (each for each in self._heads() if self._role in each.roles and each.commit is not None)
+            heads = self._heads()
+            steps_of_role = {each.step for each in heads if self._role in each.roles}
+            together += (each for each in heads if each.step in steps_of_role and each.commit is not None)
         self._go_on(head, place, together)
         if together and self._position.branch:
             self._position = self._position.seen(0, max(each.number for each in together))
