@@ -236,7 +236,7 @@ class CheckpointManager:
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer, or a tool, writes this role below this root. Nothing has been done.
             InvalidArgumentError: an argument has a value that is not allowed. For example, `path` is the folder of
-                another step or of all steps.
+                another step or of all steps, or parts of two ranks differ only in upper and lower case.
             MemoryError: this rank has too little host memory to copy its state. The other ranks raise a CommitError.
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 saved by this call.

@@ -59,6 +59,7 @@ def open_on_nodes(
     busy: bool,
     failure: Record | None,
     plan_durable: Callable[[], tuple[bool, int]],
+    parts: Sequence[str] = (),
     skips: bool = False,
 ) -> NodeAttempt:
     """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
@@ -68,7 +69,7 @@ def open_on_nodes(
 
     Raises:
         LockedError: another trainer uses the folder of some node for this role.
-        BusyError, SkippedSave, EarlierSaveError, CheckpointError: see `open_together`.
+        BusyError, SkippedSave, EarlierSaveError, InvalidArgumentError, CheckpointError: see `open_together`.
     """
     role_dir = tier.role_dir(step)
 
@@ -79,7 +80,7 @@ def open_on_nodes(
             tier.lock.take(agreement.timeout_s / 2)
             rename_committed(tier)
             remove_staging(tier.folder, tier.role, lambda head: tier.ownership().owns(head))
-        return {"step": step, "busy": busy, "failure": failure}
+        return {"step": step, "busy": busy, "failure": failure, "parts": list(parts)}
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"step": record["step"]} for record in records], "the step to save", CommitError)

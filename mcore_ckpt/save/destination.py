@@ -119,7 +119,9 @@ class Destination(Protocol):
         Raises InvalidArgumentError if the checkpoint cannot be saved there.
         """
 
-    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+    def open(
+        self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
+    ) -> Place:
         """Waits for all ranks, and checks that a save fits. Every rank calls it.
 
         The arguments are those of `transaction.open_together`. Raises what `open_together` raises, NoRoomError if the

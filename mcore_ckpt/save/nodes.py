@@ -64,7 +64,9 @@ class Nodes:
             )
         return self._fast.tier.role_dir(saving.step)
 
-    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+    def open(
+        self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
+    ) -> Place:
         fast, skips = self._fast, self._context.trainer.config.if_busy == "skip"
         if skips:
             busy = busy or fast.must_wait_for_root()
@@ -73,7 +75,7 @@ class Nodes:
         if not busy:
             fast.wait_for_copies_of(saving.step)
         agreement = self._context.trainer.agreement
-        opened = open_on_nodes(agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable, skips)
+        opened = open_on_nodes(agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable, parts, skips)
         fast.begun(opened.save_count, opened.is_durable)
         drain = None
         if opened.is_durable:

@@ -62,7 +62,7 @@ class PartFiles:
     def __init__(self, trainer: Trainer, runner: Runner, sizes: PartSizes) -> None:
         self._trainer, self._rank, self._runner, self._sizes = trainer, trainer.agreement.rank, runner, sizes
         self._contents: dict[str, Content] = {part.name: part.save for part in trainer.parts if part.save is not None}
-        self.names = tuple(self._contents)
+        self.names = trainer.parts.saved
         # The parts whose function has got a folder.
         self._having_folder: frozenset[str] = frozenset()
         self._work: Started[list[_Written]] | None = None

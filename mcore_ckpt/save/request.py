@@ -87,7 +87,7 @@ def _check_extra_state(trainer: Trainer, extra_state: object) -> None:
             "extra_state is given, but it would not be saved, because save_contents has no 'extra': add the word, "
             "or pass no extra_state"
         )
-    if saved := [part.name for part in trainer.parts if part.save is not None]:
+    if saved := trainer.parts.saved:
         raise InvalidArgumentError(
             f"part {saved[0]!r} is attached, but it would not be saved, because save_contents has no 'extra': add the "
             "word, or detach the part"

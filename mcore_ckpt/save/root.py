@@ -46,7 +46,9 @@ class Root:
     def folder_of(self, saving: Saving) -> Path:
         return saving.role_dir
 
-    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+    def open(
+        self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
+    ) -> Place:
         attempt = open_together(
             self._trainer.agreement,
             topic,
@@ -55,6 +57,7 @@ class Root:
             failure,
             partial(self.prepare, saving),
             need,
+            parts,
             folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
             patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
             skips=self._trainer.config.if_busy == "skip",

@@ -63,7 +63,8 @@ def save_step(
     with _failing_commit(context, destination, background, topic, folder), background.raising_earlier_failure():
         # Open, together with all ranks.
         try:
-            place = destination.open(topic, saving, busy, failure, NOTHING if files is None else files.need)
+            need = NOTHING if files is None else files.need
+            place = destination.open(topic, saving, busy, failure, need, trainer.parts.saved)
         except SkippedSave as skipped:
             events.skipped(skipped.reason)
             return SaveHandle.of_skipped(saving.step, skipped.reason, times.report_of_nothing(saving.step, folder))

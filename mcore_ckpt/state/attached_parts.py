@@ -112,6 +112,11 @@ class AttachedParts:
     def __iter__(self) -> Iterator[Part]:
         return iter(self._by_name.values())
 
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The names of the parts that this rank saves."""
+        return tuple(part.name for part in self if part.save is not None)
+
     def attach(self, part: Part) -> None:
         """Adds a part. Raises InvalidArgumentError if its name cannot be used, or is used already."""
         file_names.check_part(part.name)

@@ -20,6 +20,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     CommitError,
     HungDiskError,
+    InvalidArgumentError,
     from_record,
 )
 from mcore_ckpt.interrupts import is_interrupt
@@ -55,6 +56,7 @@ def open_together(
     failure: Record | None = None,
     prepare: Callable[[Need], object] = lambda need: None,
     need: Need = NOTHING,
+    parts: Sequence[str] = (),
     number: str | None = None,
     folder_mode: Callable[[], int | None] = lambda: None,
     patience_s: float = math.inf,
@@ -72,6 +74,7 @@ def open_together(
             returns it; None if there is none.
         prepare: runs on rank 0 before the folder is made. Its argument is the sum of the `need` of all ranks.
         need: the files that this rank will write.
+        parts: the names of the parts of the step that this rank will save.
         number: the id of the save, on all ranks; None for a new one. If an id is given, the round is named after it.
             So a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
             call this function.
@@ -84,6 +87,7 @@ def open_together(
         BusyError: an earlier save is still under way on some rank, and `skips` is false.
         SkippedSave: an earlier save is still under way on some rank, and `skips` is true.
         EarlierSaveError: an earlier save failed on some rank. All ranks raise it.
+        InvalidArgumentError: parts of two ranks differ only in upper and lower case.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
     name = number and opening_of(number)
@@ -107,7 +111,7 @@ def open_together(
         openings[0].result()
         return {"attempt": number, "late": False}
 
-    request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
+    request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need), "parts": list(parts)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
     except BaseException as error:
@@ -184,11 +188,12 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
 
     Args:
         topic: what is being saved, for messages.
-        records: what the ranks have submitted: whether an earlier save is under way (`busy`), and the error of one that
-            failed (`failure`).
+        records: what the ranks have submitted: whether an earlier save is under way (`busy`), the error of one that
+            failed (`failure`), and the names of the parts to save (`parts`).
         skips: whether the save is skipped if an earlier one is under way.
 
-    Raises BusyError, which names the first rank on which an earlier save is under way, if `skips` is false.
+    Raises BusyError, which names the first rank on which an earlier save is under way, if `skips` is false; and
+    InvalidArgumentError if parts of two ranks differ only in upper and lower case.
     """
     busy = next((rank for rank, record in enumerate(records) if record["busy"]), None)
     if busy is not None and skips:
@@ -196,7 +201,24 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
     if busy is not None:
         raise BusyError(f"{topic}: an earlier save is still under way on rank {busy}; wait for it first")
     failure = failure_among(records)
-    return None if failure is None else {"failure": failure}
+    if failure is not None:
+        return {"failure": failure}
+    _check_parts(topic, records)
+    return None
+
+
+def _check_parts(topic: str, records: Sequence[Record]) -> None:
+    """Checks across ranks what `AttachedParts.attach` checks on each rank. Raises InvalidArgumentError."""
+    seen: dict[str, tuple[str, int]] = {}
+    for rank, record in enumerate(records):
+        for part in record["parts"]:
+            other, of_rank = seen.setdefault(part.lower(), (part, rank))
+            if other != part:
+                raise InvalidArgumentError(
+                    f"{topic}: part {part!r} of rank {rank} differs from part {other!r} of rank {of_rank} only in "
+                    "upper and lower case, and some file systems treat both names as one: use the same name on both "
+                    "ranks, or another name on one of them"
+                )
 
 
 def raise_refusal(outcome: Record) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt import HandOver, SavedPart
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError
+from mcore_ckpt import FastTier, HandOver, SavedPart
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError, InvalidArgumentError
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
@@ -207,4 +207,28 @@ def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path) -> None:
         manager.load()
         with everywhere():
             assert found == [(2, [b"of rank 0", b"of rank 1"])]
+        manager.close()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("fast", [False, True])
+def test_names_that_differ_only_in_case_between_ranks_are_refused(fast: bool, shared_path: Path) -> None:
+    """On a file system that ignores case, both ranks would write into one folder."""
+    root, calls = shared_path / "steps", list[Path]()
+    tier = FastTier(shared_path / "node", replicas=0, durable_every=None) if fast else None
+    with parallel(LAYOUT):
+        training = build(LAYOUT, seed=1)
+        manager = manager_of(training, root, fast=tier)
+        name = "Buffer" if dist.get_rank() == 0 else "buffer"
+        manager.attach(name, save=calls.append)
+        refusal = "part 'buffer' of rank 1 differs from part 'Buffer' of rank 0 only in upper and lower case"
+        with everywhere(), pytest.raises(InvalidArgumentError, match=refusal):
+            manager.save(1).wait()
+        with everywhere():
+            assert not calls
+            assert not list(shared_path.glob("**/*actor*staging*"))
+            assert not list(shared_path.glob("**/parts"))
+        manager.detach(name)
+        manager.attach("buffer", save=b"1")
+        manager.save(1).wait()
         manager.close()
