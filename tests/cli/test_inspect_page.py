@@ -320,7 +320,9 @@ def test_names_are_text_and_nothing_else(tmp_path: Path, driver: Any) -> None:
         sparse.shard("b", HOSTILE, sparse.rows((4,), 0, 1)),
     ]
     manifest = sparse.write(role_dir, Topology(), {file: ("model", RankCoordinates(), held)})
-    manifest = replace(manifest, versions={HOSTILE: HOSTILE}, created=HOSTILE, contents=(HOSTILE,))
+    manifest = replace(
+        manifest, versions={HOSTILE: HOSTILE}, created=HOSTILE, contents=(HOSTILE,), metrics={HOSTILE: 0.1 + 0.2}
+    )
     (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     found = RoleDiff(
         role_dir,
@@ -342,6 +344,7 @@ def test_names_are_text_and_nothing_else(tmp_path: Path, driver: Any) -> None:
             0,
         ]
     assert HOSTILE in text(driver, "facts")
+    assert f"metrics\n{HOSTILE} 0.3" in text(driver, "facts")
     assert text(driver, "differences").count(HOSTILE) == 8
     assert browser.complaints(driver) == []
 

@@ -2,11 +2,15 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from mcore_ckpt import set_metrics
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.sharding.regions import Box, Region
@@ -87,6 +91,15 @@ def test_a_checkpoint_without_a_timeline(tmp_path: Path) -> None:
     """Older saves kept none, and what a tool has written was not saved."""
     for folder in (BEFORE_ROOMS, make(tmp_path, tensors_of())):
         assert overview_of_role(folder).to_json()["timeline"] is None
+
+
+def test_the_page_has_the_metrics_of_the_save_and_later_ones(tmp_path: Path) -> None:
+    role_dir = make(tmp_path, tensors_of())
+    assert overview_of_role(role_dir).to_json()["metrics"] == {}
+    manifest = replace(read_manifest(role_dir), metrics={"reward": 0.5})
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    set_metrics(tmp_path, manifest.step, {"eval": 0.25})
+    assert overview_of_role(role_dir).to_json()["metrics"] == {"reward": 0.5, "eval": 0.25}
 
 
 def test_the_page_gets_plain_values_alone(role_dir: Path) -> None:

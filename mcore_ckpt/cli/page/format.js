@@ -17,6 +17,9 @@ function seconds(microseconds) {
   return `${value.toFixed(value < 99.95 ? 2 : 0)} s`;
 }
 
+// A number with six digits, as the package's other outputs have metrics.
+const short = (number) => String(Number(number.toPrecision(6)));
+
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;
 const range = (first, last) => (first === last ? count(first) : `${count(first)}–${count(last)}`);
 

@@ -39,15 +39,17 @@ class Page {
     this.differences.show(checkpoint, this.data.comparedWith, this.data.onlyInB);
   }
 
-  facts({ topology, created, versions, contents, roles, tensors, size }) {
+  facts({ topology, created, versions, contents, metrics, roles, tensors, size }) {
     // What follows from the other sizes is left out.
     const usual = { world_size: topology.world_size, etp: topology.tp, edp: topology.ep > 1 ? 1 : topology.edp };
     const sizes = Object.entries(topology).filter(([axis, length]) => length > 1 && length !== usual[axis]);
+    const measured = Object.entries(metrics).sort(([one], [other]) => (one < other ? -1 : 1)).map(([name, value]) => `${name} ${short(value)}`);
     return {
       layout: [plural(topology.world_size, 'rank'), ...sizes.map(([axis, length]) => `${axis.replaceAll('_', ' ')} ${length}`)].join(', '),
       size: bytes(size),
       tensors: count(tensors.length),
       holds: contents.join(', ') || 'files of its program',
+      ...(measured.length ? { metrics: measured.join(', ') } : {}),
       saved: created.replace('T', ' ').replace('+00:00', ' UTC'),
       'roles of the step': roles.join(', '),
       'saved with': Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(', ') || 'not known',

@@ -28,6 +28,7 @@ from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.steps.later_metrics import metrics_of
 from mcore_ckpt.tools.examine.diff import RoleDiff
 from mcore_ckpt.tools.examine.differences import finite_or_none
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
@@ -72,6 +73,7 @@ class RoleOverview:
         kinds, dtypes, regions: the tables that the columns of `shards` refer to. The regions in the table have no flat
             ranges.
         shards: where each part of each tensor is.
+        metrics: all metrics by name, including those that were set after the save.
     """
 
     path: Path
@@ -81,6 +83,7 @@ class RoleOverview:
     dtypes: tuple[str, ...]
     regions: tuple[Region, ...]
     shards: ShardColumns
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         manifest = self.manifest
@@ -91,6 +94,7 @@ class RoleOverview:
             "created": manifest.created,
             "versions": dict(manifest.versions),
             "contents": list(manifest.contents),
+            "metrics": dict(self.metrics),
             "topology": asdict(manifest.topology),
             "axes": list(AXES),
             "ranks": [list(rank.by_axis.values()) for rank in manifest.ranks],
@@ -187,7 +191,8 @@ class _Tables:
     def overview(self, role_dir: Path) -> RoleOverview:
         columns = zip(*sorted(self._rows), strict=True) if self._rows else [()] * len(ShardColumns.__dataclass_fields__)
         tables = tuple(self._kinds), tuple(self._dtypes), tuple(self._regions)
-        return RoleOverview(role_dir, self._manifest, self._tensors, *tables, ShardColumns(*columns))
+        metrics = metrics_of(role_dir, self._manifest)
+        return RoleOverview(role_dir, self._manifest, self._tensors, *tables, ShardColumns(*columns), metrics)
 
 
 def _number_of(table: dict[Any, int], item: Any) -> int:
