@@ -62,10 +62,21 @@ def widen(path: Path, folder: Path, most: int) -> None:
     The file or folder gets the permissions in `most` that `folder` gives, and keeps its own. A file or folder of
     another user is left as it is. Raises OSError.
     """
-    mode = stat.S_IMODE(path.lstat().st_mode)
-    if missing := mode_in(folder, most) & ~mode:
+    if missing := _missing(path, folder, most):
         with suppress(PermissionError):
-            path.chmod(mode | missing)
+            path.chmod(stat.S_IMODE(path.lstat().st_mode) | missing)
+
+
+def would_widen_elsewhere(path: Path, folder: Path, most: int) -> bool:
+    """True if a file has a second name, and `widen` would change its mode, which it has under all of its names.
+
+    Raises OSError.
+    """
+    return path.lstat().st_nlink > 1 and _missing(path, folder, most) != 0
+
+
+def _missing(path: Path, folder: Path, most: int) -> int:
+    return mode_in(folder, most) & ~stat.S_IMODE(path.lstat().st_mode)
 
 
 def _umask() -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError, HungDiskError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, widen
+from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, widen, would_widen_elsewhere
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file
 from mcore_ckpt.io.files import make_folders, new_folder, write_file
@@ -285,10 +286,11 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
             return copy_hashed(original, target)
         source.note_taken(original)
         # On one file system, a link takes no time. If the file system has no links, the bytes are copied.
-        if original.stat().st_dev != folder.stat().st_dev:
+        is_elsewhere = original.stat().st_dev != folder.stat().st_dev
+        if is_elsewhere or would_widen_elsewhere(original, folder, FILE_MODE):
             return copy_hashed(original, target)
         link_file(original, target)
-        return _hash_made(folder, target)._replace(takes_space=target.stat().st_nlink == 1)
+        return _hash_open_to_all(folder, target)._replace(takes_space=target.stat().st_nlink == 1)
 
     originals = {folder / source.place_of(file): file for file in listing.files}
     _each(list(originals), take, hashed)
@@ -298,7 +300,17 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
 
 
 def _hash_made(folder: Path, file: Path) -> Hashed:
-    """Hashes a file that the trainer has made. From now on, whoever may enter the part's folder may read the file."""
+    """Hashes a file that the trainer has made in a part's folder, perhaps as a link to another file of the trainer."""
+    if would_widen_elsewhere(file, folder, FILE_MODE):
+        linked = file.rename(folder.with_name(f".linked-{uuid.uuid4().hex}"))
+        copied = copy_hashed(linked, file)
+        linked.unlink()
+        return copied
+    return _hash_open_to_all(folder, file)
+
+
+def _hash_open_to_all(folder: Path, file: Path) -> Hashed:
+    """Hashes a file. From now on, whoever may enter the part's folder may read the file."""
     widen(file, folder, FILE_MODE)
     return hash_durably(file)
 

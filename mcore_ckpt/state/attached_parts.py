@@ -19,7 +19,8 @@ class HandOver:
     """A file or folder that the trainer gives away with a save. No byte is copied if the file system supports links.
 
     The file or folder is removed when the save has been committed. If the save fails, it stays. Nobody may change it
-    after the call of `save`.
+    after the call of `save`. Whoever may read the step may read its files, also if they were closed to others before. A
+    file that has a second name elsewhere keeps its mode there: if the mode must change, its bytes are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains one.

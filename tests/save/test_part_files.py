@@ -174,6 +174,36 @@ def test_two_parts_may_hand_over_the_same_folder(manager: CheckpointManager, fol
         manager.save(2).wait(LONG_S)
 
 
+@pytest.mark.parametrize("is_made", [False, True], ids=["handed over", "made by the function"])
+def test_a_file_with_a_second_name_keeps_its_mode_there(
+    manager: CheckpointManager, folder: Path, is_made: bool
+) -> None:
+    """The name elsewhere may be in a private folder of the trainer, and the mode belongs to both names."""
+    kept, closed, opened = folder.parent / "kept", folder / "closed", folder / "open"
+    kept.mkdir()
+    for file, mode in ((closed, 0o600), (opened, 0o666)):
+        file.write_bytes(b"x" * 5000)
+        file.chmod(mode)
+        os.link(file, kept / file.name)
+
+    def links(made: Path) -> None:
+        for file in (closed, opened):
+            os.link(file, made / file.name)
+
+    manager.root.mkdir()
+    manager.root.chmod(0o755)
+    manager.attach("part", save=links if is_made else HandOver(folder))
+    manager.save(1).wait(LONG_S)
+    assert folder.exists() == is_made
+    assert (kept / "closed").stat().st_mode & 0o777 == 0o600
+    part = part_of(manager.root)
+    assert (part / "closed").stat().st_mode & 0o777 == 0o644
+    assert {(part / name).read_bytes() for name in ("closed", "open")} == {b"x" * 5000}
+    assert (part / "open").samefile(kept / "open")
+    assert verify(manager.root).is_sound
+    assert sorted(path.name for path in part.parent.iterdir()) == ["rank_00000"]
+
+
 def test_a_handed_over_folder_of_another_file_system_is_copied(manager: CheckpointManager) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         given = Path(memory, "given")
