@@ -179,7 +179,7 @@ class PartFiles:
 
         def call() -> Content:
             with settings_for_state(self._trainer.gpu, timeout_s), self._trainer.parts.calling(name):
-                return _content_of(name, function)
+                return _content_of(name, partial(_without_exits, name, function))
 
         calling = self._runner.start(call)
         # This waits a little longer than the watch of the disk, so that the watch is the first to notice a hung disk.
@@ -254,6 +254,19 @@ def _sizes_elsewhere(source: Path, root: Path) -> dict[str, int]:
 
 def _is_bytes(content: Content) -> bool:
     return isinstance(content, (bytes, bytearray, memoryview))
+
+
+def _without_exits(name: str, function: Callable[[], Content]) -> Content:
+    """Calls a second function. SystemExit and KeyboardInterrupt become CommitError: they come from the function itself.
+
+    No signal interrupts the thread of the save, and its end would not end the process.
+    """
+    try:
+        return function()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raised = f"{type(error).__name__}: {error}"
+    # The error above is no cause of this one. Otherwise `interrupts_as_themselves` would raise it.
+    raise CommitError(f"part {name!r} could not be saved: {raised}")
 
 
 def _content_of(name: str, save: Callable[[], Content]) -> Content:

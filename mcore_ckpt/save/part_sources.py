@@ -35,7 +35,7 @@ def list_part(part: str, folder: Path) -> Listing:
     differ only in upper and lower case, and too many files.
     """
     _refuse_unless(stat.S_ISDIR, part, folder)
-    folders, files, seen = list[Path](), list[Path](), set[str]()
+    folders, files = list[Path](), list[Path]()
     for above, names_of_folders, names in os.walk(folder, onerror=_raise):
         for name in sorted(names_of_folders):
             _refuse_unless(stat.S_ISDIR, part, Path(above, name))
@@ -47,19 +47,24 @@ def list_part(part: str, folder: Path) -> Listing:
             raise CommitError(
                 f"part {part!r}: {folder} has more than {limits.PART_FILES} files and folders: put them in archives"
             )
-    for file in files:
-        below = file.relative_to(folder).as_posix()
+    _check_names(part, folder, [*folders, *files])
+    return Listing(tuple(folders), tuple(files))
+
+
+def _check_names(part: str, folder: Path, found: Iterable[Path]) -> None:
+    seen = set[str]()
+    for path in found:
+        below = path.relative_to(folder).as_posix()
         if not below.isprintable() or "\\" in below:
             raise CommitError(
                 f"part {part!r}: {below!r} cannot be the name of a file: use printable characters, and no backslash"
             )
         if below.casefold() in seen:
             raise CommitError(
-                f"part {part!r}: {file}: another file's name differs only in upper and lower case, and some file "
+                f"part {part!r}: {path}: another file's name differs only in upper and lower case, and some file "
                 "systems treat the two as one file: rename one of them"
             )
         seen.add(below.casefold())
-    return Listing(tuple(folders), tuple(files))
 
 
 def _raise(error: OSError) -> None:
@@ -94,7 +99,7 @@ class Source:
         `path` may be a link to a file that will be copied, but not to one that will be taken away.
         """
         absolute = Path(os.path.abspath(path))
-        return Source(part, absolute if is_handed_over else absolute.resolve(), is_handed_over)
+        return Source(part, absolute if is_handed_over else _real(absolute), is_handed_over)
 
     def check(self, staging: Path, root: Path) -> None:
         """Raises CommitError if the source is missing, or is where checkpoints are.
@@ -105,7 +110,7 @@ class Source:
         """
         if not os.path.lexists(self.path):
             raise CommitError(f"part {self.part!r}: {self.path} does not exist: make it before the save")
-        real, staging = self.path.resolve(), staging.resolve()
+        real, staging = _real(self.path), staging.resolve()
         roots = [root.resolve(), staging.parent.parent]
         if any(place.is_relative_to(real) for place in (staging, *roots)):
             raise CommitError(f"part {self.part!r}: {self.path} contains the checkpoints: name a folder that does not")
@@ -118,6 +123,16 @@ class Source:
             raise CommitError(
                 f"part {self.part!r}: {self.path} belongs to a saved step, and handing it over would remove it from "
                 "that step: name the path without HandOver to copy it"
+            )
+        if self.is_handed_over and real.parent in roots and _is_of_root(real.name):
+            raise CommitError(
+                f"part {self.part!r}: {self.path} is a file of this package, and handing it over would remove it: name "
+                "the path without HandOver to copy it"
+            )
+        if self.is_handed_over and _real(Path.cwd()).is_relative_to(real):
+            raise CommitError(
+                f"part {self.part!r}: {self.path} is the current folder of this process or contains it, and handing it "
+                "over would remove that folder: name the path without HandOver to copy it"
             )
 
     def listed(self) -> Listing:
@@ -156,6 +171,16 @@ class Source:
                 left.append("it has files or folders that are not in the step")
         if left:
             logger.warning("%s was handed over to a checkpoint, but is still there: %s", self.path, left[0])
+
+
+def _real(path: Path) -> Path:
+    # Path.resolve raises RuntimeError for links that lead to each other (Python 3.11).
+    return Path(os.path.realpath(path))
+
+
+def _is_of_root(name: str) -> bool:
+    """True for a tracker and a trainer lock, which this package makes directly in a root."""
+    return name == file_names.TRACKER_FILE or file_names.role_of_trainer_file(name) is not None
 
 
 def _identity_of(file: Path) -> _Identity:

@@ -96,6 +96,27 @@ def test_what_cannot_be_in_a_checkpoint_is_refused_by_name(
 
 
 @pytest.mark.parametrize("take", [Path, HandOver])
+def test_names_of_folders_are_checked_as_those_of_files(
+    manager: CheckpointManager, folder: Path, take: Callable[[Path], Any]
+) -> None:
+    (folder / "a\nb").mkdir()
+    refused(manager, take(folder), r"'a\\nb' cannot be the name of a file")
+    (folder / "a\nb").rmdir()
+    (folder / "Rows").mkdir()
+    (folder / "Rows" / "1").write_bytes(b"x")
+    (folder / "rows").write_bytes(b"y")
+    refused(manager, take(folder), "name differs only in upper and lower case")
+    assert (folder / "Rows" / "1").exists()
+
+
+@pytest.mark.parametrize("take", [Path, HandOver])
+def test_links_that_lead_to_each_other(manager: CheckpointManager, folder: Path, take: Callable[[Path], Any]) -> None:
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+    refused(manager, take(folder / "a"), r"part 'part': .*/a is a link")
+
+
+@pytest.mark.parametrize("take", [Path, HandOver])
 def test_a_folder_with_the_checkpoints_in_it_is_refused(
     manager: CheckpointManager, folder: Path, take: Callable[[Path], Any]
 ) -> None:
@@ -378,6 +399,40 @@ def _remove(folder: Path) -> None:
 
 def _remove_later(folder: Path) -> Callable[[], None]:
     return lambda: _remove(folder)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_in_a_second_function_fails_the_save_by_name(
+    tmp_path: Path, is_async: bool, error: BaseException
+) -> None:
+    """It runs on a thread of the save, which no signal interrupts, and whose exit would not end the process."""
+
+    def exits() -> None:
+        raise error
+
+    with closing(manager_of(tmp_path / "root", async_save=is_async)) as manager:
+        refused(manager, lambda _: exits, f"part 'part' could not be saved: {type(error).__name__}: ")
+        manager.save(2).wait(LONG_S)
+
+
+def test_what_the_process_needs_cannot_be_handed_over(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    for place in (Path("."), folder):
+        refused(manager, HandOver(place), "is the current folder of this process or contains it")
+    manager.save(1).wait(LONG_S)
+    for name in (".actor.trainer.json", "latest_checkpointed_iteration.txt"):
+        manager.attach("part", save=HandOver(manager.root / name))
+        with pytest.raises(CommitError, match=f"{name} is a file of this package"):
+            manager.save(2).wait(LONG_S)
+        manager.detach("part")
+        assert (manager.root / name).exists()
+    manager.attach("part", save=Path("."))
+    manager.save(2).wait(LONG_S)
+    assert folder.exists()
 
 
 @pytest.mark.parametrize("remove", [_remove, _remove_later])
