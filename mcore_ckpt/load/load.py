@@ -242,11 +242,12 @@ def _final(
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
-    older = f"\n  older, but not loaded: {last_resort}" if last_resort else ""
+    # This step is older than the first step that was tried, but may be newer than the last one, which may be pinned.
+    left = f"\n  not tried: {last_resort}" if last_resort else ""
     # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older checkpoint is
     # intact and only does not fit.
     after_damage = not is_first and isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
-    message = f"{error}. {state}{_newer(skipped)}{older}"
+    message = f"{error}. {state}{_newer(skipped)}{left}"
     return CheckpointCorruptError(message) if after_damage else reworded(error, message)
 
 

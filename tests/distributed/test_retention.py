@@ -172,6 +172,10 @@ def test_steps_without_an_optimizer_are_passed_over(shared_path: Path) -> None:
         found = snapshot(training)
         with everywhere():
             assert_same(found, states[1])
+        _on_rank_0(lambda: flip_a_bit(shared_path / "global_steps_1" / SHARD))
+        for message in cannot(manager.load, CheckpointCorruptError):
+            assert f"not tried: {shared_path / 'global_steps_3'}" in message
+            assert "older" not in message, "step 3 is newer than step 1, which was tried last"
         _on_rank_0(lambda: shutil.rmtree(shared_path / "global_steps_1"))
         for message in cannot(recovering, CheckpointCorruptError) + cannot(manager.load, CheckpointCorruptError):
             assert "wrong CRC" in message
