@@ -8,6 +8,7 @@ The state is a pickle of Megatron Energon's classes, which Bridge reads without 
 from __future__ import annotations
 
 import io
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 from mcore_ckpt.checkpoint import megatron_dir
 from mcore_ckpt.errors import CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
 
 STATE = "bridge_data_loader"  # the key in the saved state
 # The key of the state in Bridge's files, and the key of the state's folder in the context that `setup` reads (0.5 and
@@ -35,6 +38,33 @@ def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
     file = io.BytesIO()
     torch.save({_FIELD: iterable.save_state()}, file)
     return {"rank": dp[0], "size": dp[1], "file": file.getvalue()}
+
+
+class Unsaved:
+    """Warns once of data loaders whose state is not saved, because Bridge would not restore it.
+
+    With virtual stages, Bridge 0.6 itself still has one iterator, which all stages of a rank share
+    (`make_data_iterator_list`). There is a list only if the caller's own data provider, with
+    `dataloader_type="external"`, returns a list of loaders. Each of them has its own position, and Bridge restores no
+    list (`maybe_load_dataloader_state`).
+    """
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def warn_of(self, iterator: Any) -> None:
+        """Logs a warning if `iterator` is a list, and one of its loaders has a state. Later calls log nothing."""
+        if self._has_warned or not isinstance(iterator, (list, tuple)):
+            return
+        count = sum(hasattr(getattr(each, "iterable", None), "save_state") for each in iterator)
+        if count:
+            self._has_warned = True
+            logger.warning(
+                "the checkpoints will not have the position in the training data, because the data provider returned a "
+                "list of data loaders (%d, of which %d have a state), and Megatron-Bridge restores no list: return one "
+                "data loader, which all virtual stages share, or restore the position yourself",
+                *(len(iterator), count),
+            )
 
 
 class HandedOver:

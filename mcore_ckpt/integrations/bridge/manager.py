@@ -60,6 +60,7 @@ class McoreCheckpointManager:
         self._stock = DefaultCheckpointManager(checkpoint_config)
         self._announcements = after_commit.Announcements()
         self._handed_over = data_loader.HandedOver()
+        self._unsaved = data_loader.Unsaved()
         self._mains: KeptMains | None = None
         self._published = PublishedConfig()
         self._has_begun = False
@@ -84,6 +85,8 @@ class McoreCheckpointManager:
         from megatron.bridge.training import checkpointing, fault_tolerance
 
         refuse_save(ctx)
+        if dist.get_rank() == 0:
+            self._unsaved.warn_of(ctx.train_data_iterator)
         self._begin(ctx.state.cfg)
         self._restore_mains()
         state, cfg, step = ctx.state, ctx.state.cfg, ctx.state.train_state.step

@@ -395,6 +395,36 @@ def test_an_iterator_without_a_state_has_none() -> None:
     assert data_loader.HandedOver().write(None, 4, (0, 1)) is None
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_says_once_that_it_has_no_position_of_several_loaders(
+    kind: type, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaders = kind([SimpleNamespace(iterable=Loader(1)), SimpleNamespace(iterable=iter([])), None])
+    warnings = []
+    monkeypatch.setattr(bridge_manager.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(McoreCheckpointManager, "_begin", lambda *given: 1 / 0)  # what follows needs a training
+    manager, state = McoreCheckpointManager(checkpoint()), state_of(checkpoint())
+    for iterator in (None, loaders[0], loaders[1:], loaders, loaders):
+        context = SimpleNamespace(non_persistent_ckpt=False, state=state, model=[], train_data_iterator=iterator)
+        with pytest.raises(ZeroDivisionError):
+            manager.save(context)
+        warnings.append(caplog.text.count("will not have the position in the training data"))
+    assert warnings == ([0, 0, 0, 1, 1] if rank == 0 else [0] * 5)
+    assert rank or "a list of data loaders (3, of which 1 have a state)" in caplog.text
+
+
+def test_bridge_restores_no_list_of_loaders() -> None:
+    """Therefore no position of such a list is saved."""
+    saved = data_loader.read_state(SimpleNamespace(iterable=Loader(7)), (0, 1))
+    folder = data_loader.HandedOver()
+    loader, groups = Loader(0), SimpleNamespace(dp=None)
+    path = folder.write(saved, 4, (0, 1))
+    checkpointing.maybe_load_dataloader_state([SimpleNamespace(iterable=loader)], 4, path, pg_collection=groups)
+    assert loader.position == 0
+    folder.remove()
+
+
 def test_what_is_configured_is_kept() -> None:
     try:
         mcore_ckpt.integrations.bridge.configure(mcore_ckpt.CheckpointConfig(timeout_s=5), role="policy")
