@@ -57,6 +57,11 @@ def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime |
     return None
 
 
+def is_named(environment: Mapping[str, str]) -> bool:
+    """True if the environment names an end or a Slurm job. The end itself may be unknown nevertheless (`find_end`)."""
+    return any(name in environment for name in (*_VARIABLES, "SLURM_JOB_ID"))
+
+
 def _end_at(text: str, source: str) -> EndTime | None:
     try:
         left_s = float(text) - time.time()

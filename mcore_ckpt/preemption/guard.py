@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.preemption.end_times import EndTime, find_end
+from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
 from mcore_ckpt.preemption.last_save import MARGIN, LastSave, Stopped
 from mcore_ckpt.preemption.pace import Pace
 from mcore_ckpt.preemption.requests import Signals, StopRequest, TriggerFile
@@ -112,6 +112,8 @@ class PreemptionGuard:
         Raises:
             InvalidStateError: this guard has been entered before; or, without a trigger file, a rank is not on its main
                 thread, which alone can handle signals. In the second case all ranks raise it.
+            InvalidArgumentError: nothing can ever ask for a stop: no rank notes signals, there is no trigger file, and
+                no end of the training's time. All ranks raise it.
             AgreementError: a rank is missing.
         """
         if self._has_been_entered:
@@ -123,10 +125,15 @@ class PreemptionGuard:
             if self._rank_0:
                 self._end = find_end(self._training_ends_in_s, os.environ)
             self._signals.install(can_do_without=self._has_file)
+            return {"signals": self._signals.has_any, "file": self._file is not None}
+
+        def combine(records: Sequence[Record]) -> Record:
+            if not any(record["signals"] or record["file"] for record in records) and self._end is None:
+                self._complain_of_no_source()
             return {}
 
         try:
-            decide(agreement, "entering a PreemptionGuard", work, lambda _: {})
+            decide(agreement, "entering a PreemptionGuard", work, combine)
             if self._file is not None:
                 self._file.start()
         except BaseException:
@@ -235,6 +242,18 @@ class PreemptionGuard:
             return {"reason": reason, "left": min(left, default=None), "passes": self._pace.passes()}
 
         return decide(agreement, f"whether to stop at step {step}", work, combine)
+
+    def _complain_of_no_source(self) -> None:
+        """Only rank 0 calls it, if nothing can ask for a stop. Raises InvalidArgumentError."""
+        text = "nothing can stop this training: signals is empty, and trigger_file is not given"
+        if self._training_ends_in_s is None and is_named(os.environ):
+            # The time limit may be the only source on purpose. A scheduler that does not tell it ends no training.
+            logger.warning("%s, and the end of this job is not known: give training_ends_in_s or trigger_file", text)
+            return
+        raise InvalidArgumentError(
+            f"{text}, and there is no end of the training's time: give signals, trigger_file or training_ends_in_s, or "
+            "train without a PreemptionGuard"
+        )
 
     def _request(self) -> StopRequest | None:
         found = None if self._file is None else self._file.found

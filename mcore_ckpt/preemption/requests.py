@@ -57,6 +57,11 @@ class Signals:
         self._complained: set[int] = set()
         self.first: StopRequest | None = None
 
+    @property
+    def has_any(self) -> bool:
+        """True if there are signals to note."""
+        return bool(self._numbers)
+
     def install(self, can_do_without: bool) -> None:
         """Begins to note the signals.
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
-from mcore_ckpt.errors import AgreementError, InvalidStateError
+from mcore_ckpt.errors import AgreementError, InvalidArgumentError, InvalidStateError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.preemption import PreemptionGuard, Stopped, requests
 from mcore_ckpt.save.rank_files import RankFiles
@@ -266,6 +266,10 @@ def test_what_is_no_use_is_refused_on_all_ranks(shared_path: Path) -> None:
             assert "should_stop" in messages[0]
         with everywhere(), pytest.raises(InvalidStateError, match="make a new one"):
             guard.__enter__()
+        messages = raised_everywhere(InvalidArgumentError, error_of(PreemptionGuard(manager, signals=()).__enter__))
+        assert "nothing can stop this training" in messages[0]
+        with PreemptionGuard(manager, signals=[signal.SIGTERM] if dist.get_rank() == 1 else ()) as guard, everywhere():
+            assert not guard.should_stop(1)
         # One rank's loop runs on another thread.
         errors: list[Any] = []
 

@@ -1,5 +1,6 @@
 """What asks for a stop: signals, whose handlers only note them, and a file."""
 
+import math
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
-from mcore_ckpt.preemption import PreemptionGuard, requests
+from mcore_ckpt.preemption import PreemptionGuard, end_times, requests
 from mcore_ckpt.preemption.requests import Signals, TriggerFile
 from tests.support.unsharded_model import Model
 from tests.support.waiting import LONG_S
@@ -133,6 +134,36 @@ def test_what_is_no_signal_is_refused_before_anything_is_entered(
         with pytest.raises(error, match=words):
             PreemptionGuard(manager, signals=given)
         PreemptionGuard(manager, signals=[NUMBER, NUMBER])
+
+
+@pytest.mark.parametrize("ends_in_s", [None, math.inf])
+def test_a_guard_that_nothing_can_stop_is_refused(
+    ends_in_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (*end_times._VARIABLES, "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with closing(CheckpointManager(tmp_path, Model(), config=CheckpointConfig(save_contents=("model",)))) as manager:
+
+        def enter(**given: Any) -> None:
+            with PreemptionGuard(manager, **{"signals": (), "training_ends_in_s": ends_in_s, **given}) as guard:
+                assert not guard.should_stop(1)
+
+        with pytest.raises(InvalidArgumentError, match="give signals, trigger_file or training_ends_in_s"):
+            enter()
+        with pytest.raises(InvalidArgumentError, match="nothing can stop this training"):
+            enter(deadline_s=120)
+        enter(signals=[NUMBER])
+        enter(trigger_file=tmp_path / "stop")
+        enter(training_ends_in_s=1000.0)
+        # A job whose end is not known is trained nevertheless, unless the caller himself has said that it has none.
+        monkeypatch.setenv("SLURM_JOB_END_TIME", "unknown")
+        assert "nothing can stop" not in caplog.text
+        if ends_in_s is None:
+            enter()
+            assert "the end of this job is not known: give training_ends_in_s or trigger_file" in caplog.text
+        else:
+            with pytest.raises(InvalidArgumentError):
+                enter()
 
 
 @pytest.fixture
