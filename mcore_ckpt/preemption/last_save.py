@@ -38,7 +38,7 @@ class Stopped:
         step: the last step that was trained.
         reason: what has asked for the stop, with the rank: "SIGTERM on rank 3".
         saved: how step `step` is saved, as this rank knows it: "durable" (in the root), "on the nodes" (only in the
-            fast tier), or None: the newest complete step is an older one.
+            fast tier), or None: it is not saved, and the newest complete step remains.
     """
 
     step: int
@@ -92,7 +92,7 @@ def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_
         saved: how the step is saved already; None if it is not.
         has_nodes, has_root: where saves can go.
     """
-    if saved == DURABLE or (saved is not None and not has_root):
+    if saved == DURABLE:
         return Choice(saved, is_new=False)
     problem = "the root gets no steps (durable_every=None)"
     if has_root:
@@ -231,11 +231,18 @@ class LastSave:
         if saved == DURABLE:
             logger.warning("step %d is saved, and durable", step)
         elif saved is not None:
-            logger.warning(
-                "step %d is saved on the nodes, but not in the root: %s", step, choice.reason or "no time is left"
-            )
+            reason = choice.reason or _why_not_durable(self._background.newest_of_step)
+            logger.warning("step %d is saved on the nodes, but not in the root: %s", step, reason)
         else:
             logger.warning("step %d is not saved, so the newest complete step remains: %s", step, choice.reason)
+
+
+def _why_not_durable(handle: SaveHandle | None) -> str:
+    """Says why a step that was to become durable is only on the nodes."""
+    drain = None if handle is None else handle.drain
+    if drain is None:
+        return "the step was not to be copied to the root"
+    return f"the copy to the root has failed: {drain.exception}" if drain.done else "no time is left"
 
 
 def _how_saved(handle: SaveHandle, has_nodes: bool, only_ended: bool = False) -> str | None:

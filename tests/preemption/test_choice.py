@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_ckpt import preemption
 from mcore_ckpt.preemption import pace
-from mcore_ckpt.preemption.last_save import DURABLE, ON_NODES, Choice, Times, choose
+from mcore_ckpt.preemption.last_save import DURABLE, ON_NODES, Choice, Times, _why_not_durable, choose
 from mcore_ckpt.preemption.pace import Pace
 
 UNKNOWN = Times(None, None, None)
@@ -45,8 +47,22 @@ def test_what_fits_is_saved(
 ) -> None:
     found = choose(left_s, times, saved, *places)
     assert (found.how, found.is_new) == (how, is_new)
-    assert (found.reason == "") == (how == DURABLE or (not places[1] and saved is not None))
+    assert (found.reason == "") == (how == DURABLE)
+    assert ("durable_every=None" in found.reason) == (how is not None and not places[1])
     assert isinstance(found, Choice)
+
+
+@pytest.mark.parametrize(
+    ("drain", "reason"),
+    [
+        (None, "was not to be copied"),
+        (SimpleNamespace(done=False, exception=None), "no time is left"),
+        (SimpleNamespace(done=True, exception=OSError("disk full")), "has failed: disk full"),
+    ],
+)
+def test_the_reason_why_a_step_is_only_on_the_nodes_is_the_true_one(drain: Any, reason: str) -> None:
+    handle: Any = SimpleNamespace(drain=drain)
+    assert reason in _why_not_durable(handle)
 
 
 @pytest.fixture
