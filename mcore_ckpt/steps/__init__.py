@@ -16,6 +16,7 @@ Public names, for integrations and commands:
 - from which checkpoint a training goes on: `RunHistory`;
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
+- files and folders of a trainer that a load restores: `replace_entry`, `remove_entry`;
 - saves that have not committed: `RunningSave`, `running_saves`;
 - leftovers of crashed processes: `remove_leftovers`, `remove_sibling_leftovers`.
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         read_tracker,
         step_status,
     )
+    from mcore_ckpt.steps.new_folder import remove_entry, replace_entry
     from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
     from mcore_ckpt.steps.node_steps import NodeStep
     from mcore_ckpt.steps.pins import pin, unpin
@@ -81,9 +83,11 @@ __all__ = [
     "pin",
     "read_tracker",
     "reading",
+    "remove_entry",
     "remove_leftovers",
     "remove_sibling_leftovers",
     "remove_tracker",
+    "replace_entry",
     "roles_begun",
     "running_saves",
     "seal_role",
@@ -113,6 +117,7 @@ __getattr__ = lazy_names(
             "read_tracker",
             "step_status",
         ),
+        "new_folder": ("remove_entry", "replace_entry"),
         "node_files": ("NodeFiles", "files_of_node"),
         "node_steps": ("NodeStep",),
         "pins": ("pin", "unpin"),

@@ -1,9 +1,13 @@
-"""Checks and publishes the folder that a tool writes: a HuggingFace model, or a checkpoint in any format."""
+"""Checks and publishes the folder that a tool writes, and replaces files or folders of a trainer.
+
+A tool writes a HuggingFace model, or a checkpoint in any format.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -139,3 +143,44 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
     (path / file_names.OWNER_FILE).unlink(missing_ok=True)
     for old in (staging, file_names.replaced_dir(path, attempt)):
         commit.remove_folder(old)
+
+
+def replace_entry(path: Path, new: Path | None, old: Path) -> None:
+    """Replaces a file or folder of a trainer, and leaves what was there under the name `old`.
+
+    The caller removes `old`, or keeps it. A kill or a power loss at any time leaves both contents on the disk.
+
+    Args:
+        path: the file or folder. It need not exist.
+        new: takes the place of `path`. Its files must be durable. None if nothing takes this place.
+        old: a path next to `path`, which does not exist.
+
+    Raises OSError: `path` is as it was, unless only the sync has failed.
+    """
+    if new is not None:
+        _sync_names_below(new)
+    is_there = os.path.lexists(path)
+    if is_there:
+        os.rename(path, old)
+    try:
+        if new is not None:
+            os.rename(new, path)
+    except OSError:
+        if is_there:
+            os.rename(old, path)
+        raise
+    sync_dir(path.parent)
+
+
+def remove_entry(path: Path) -> None:
+    """Removes a file, a link, or a folder with its contents, if it exists. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_names_below(new: Path) -> None:
+    if new.is_dir() and not new.is_symlink():
+        for folder, _, _ in os.walk(new, topdown=False):
+            sync_dir(Path(folder))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,4 +176,62 @@ def test_a_bank_on_another_disk_stays_there(shared_path: Path) -> None:
         assert bank.is_symlink()
         assert (disk / "MANIFEST.json").read_text() == manifest
     assert sorted(path.name for path in bank.parent.iterdir()) == ["rollout_bank"]
-    assert sorted(path.name for path in shared_path.iterdir()) == ["disk", "run", "stored1", "stored2"]
+    left = sorted(path.name for path in shared_path.iterdir())
+    assert left == ["disk", "disk.before_step_2", "run", "stored1", "stored2"]
+
+
+def stored_bank(folder: Path, step: int) -> SavedPart:
+    folder.mkdir()
+    (folder / "ledger.log").write_text(f"groups of step {step}")
+    manifest = {"format_version": 2, "timeline": f"life {step}", "compacted_at": 0}
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    return SavedPart("rollout_bank", step, 0, 1, (0,), lambda rank: folder)
+
+
+@pytest.mark.world(1)
+def test_a_bank_that_is_replaced_stays_under_another_name(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may have groups that no checkpoint has."""
+    bank = shared_path / "rollout_bank"
+    part = drop_in.RolloutBankPart(lambda: Arguments(SimpleNamespace(save=str(shared_path))))
+    first, second = stored_bank(shared_path / "stored1", 1), stored_bank(shared_path / "stored2", 2)
+    for saved in (second, first, second, first):
+        part.load(saved)
+        assert (bank / "ledger.log").read_text() == f"groups of step {saved.step}"
+        (bank / "ledger.log").write_text(f"and newer ones than step {saved.step}")
+    for name, step in (("before_step_1", 2), ("before_step_2", 1), ("before_step_1.2", 2)):
+        old = bank.with_name(f"rollout_bank.{name}")
+        assert (old / "ledger.log").read_text() == f"and newer ones than step {step}"
+        assert f"The bank that was there is now {old}," in caplog.text
+    assert len(list(shared_path.iterdir())) == 6
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EXDEV])
+def test_a_bank_that_cannot_be_renamed_is_filled_or_left_as_it_is(
+    code: int, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a mount point."""
+    bank, rename = shared_path / "rollout_bank", os.rename
+    bank.mkdir()
+
+    def refuse(source: Path, target: Path) -> None:
+        if bank in (source, target):
+            raise OSError(code, os.strerror(code))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    part = drop_in.RolloutBankPart(lambda: Arguments(SimpleNamespace(save=str(shared_path))))
+    first, second = stored_bank(shared_path / "stored1", 1), stored_bank(shared_path / "stored2", 2)
+    part.load(first)
+    before = {path.name: path.read_text() for path in bank.iterdir()}
+    assert before.keys() == {"MANIFEST.json", "ledger.log", "loaded_by_mcore_ckpt.json"}
+    with pytest.raises(
+        UnsupportedError, match=r"rollout_bank: does not belong to step 2(.|\n)*Nothing has been changed"
+    ):
+        part.load(second)
+    assert {path.name: path.read_text() for path in bank.iterdir()} == before
+    assert sorted(path.name for path in shared_path.iterdir()) == ["rollout_bank", "stored1", "stored2"]
+    for path in bank.iterdir():
+        path.unlink()
+    part.load(second)
+    assert (bank / "ledger.log").read_text() == "groups of step 2"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.steps import commit, new_folder
-from mcore_ckpt.steps.new_folder import Replaceable, publish_folder
+from mcore_ckpt.steps.new_folder import Replaceable, publish_folder, replace_entry
 
 ATTEMPT = "a" * 32
 
@@ -65,3 +65,49 @@ def test_a_folder_in_place_whose_name_is_not_synced_is_told(
     publish_folder(staging, path, ATTEMPT, Replaceable(True, "a folder", lambda folder: True))
     assert (path / "file").read_text() == staging.name
     assert caplog.messages == [f"{path} is in place, but a power loss might undo that: [Errno 5] no"]
+
+
+def written(folder: Path) -> Path:
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "file").write_text(folder.name)
+    return folder
+
+
+def test_an_entry_is_replaced_in_an_order_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, new, old = written(tmp_path / "path"), written(tmp_path / "new"), tmp_path / "old"
+    calls: list[tuple[str, ...]] = []
+    rename = os.rename
+
+    def note_rename(source: Path, target: Path) -> None:
+        calls.append(("rename", source.name, target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(new_folder, "sync_dir", lambda folder: calls.append(("sync", folder.name)))
+    replace_entry(path, new, old)
+    assert calls == [
+        ("sync", "below"),
+        ("sync", "new"),
+        ("rename", "path", "old"),
+        ("rename", "new", "path"),
+        ("sync", tmp_path.name),
+    ]
+    assert (path / "below" / "file").read_text() == "new"
+    assert (old / "below" / "file").read_text() == "path"
+
+
+@pytest.mark.parametrize("fails_at", ["path", "new"])
+def test_an_entry_that_cannot_be_replaced_stays(fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, new, old = written(tmp_path / "path"), written(tmp_path / "new"), tmp_path / "old"
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source.name == fails_at:
+            raise OSError(errno.EBUSY, "busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="busy"):
+        replace_entry(path, new, old)
+    assert (path / "below" / "file").read_text() == "path"
+    assert not old.exists()

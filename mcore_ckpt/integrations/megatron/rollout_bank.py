@@ -12,12 +12,14 @@ because a bank that belongs to it also has the groups that were completed after 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,6 +27,7 @@ from mcore_ckpt import SavedPart, SaveHandle
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.io import copy_durably, parse_json, read_small, replace_file, sync_dir
+from mcore_ckpt.steps import replace_entry
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +87,11 @@ class RolloutBankPart:
     def load(self, saved: SavedPart) -> None:
         """Replaces the bank by the checkpoint's copy, unless the bank belongs to the checkpoint.
 
+        The replaced bank stays next to the new one, as `<bank>.before_step_<N>`.
+
         Raises:
-            UnsupportedError: the bank has another format.
+            UnsupportedError: the bank has another format, or its folder cannot be renamed, such as a mount point. An
+                empty mount point is filled.
             CheckpointCorruptError: the copy has no manifest that can be read.
         """
         stored = saved.folder()
@@ -94,11 +100,7 @@ class RolloutBankPart:
         bank, of_step = self._folder(), read_bank(stored)
         loaded = {"timeline": of_step.timeline, "step": saved.step}
         if not _belongs(bank, of_step, loaded):
-            if bank.exists():
-                logger.warning(
-                    "%s does not belong to step %d: replacing this bank by the copy in the step", bank, saved.step
-                )
-            _replace(bank, stored)
+            _replace(bank, stored, saved.step)
         replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
 
     def saved(self, iteration: int, handle: SaveHandle) -> None:
@@ -154,17 +156,61 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
     return path.exists() and parse_json(read_small(path, _MANIFEST_BYTES), path) == loaded
 
 
-def _replace(bank: Path, stored: Path) -> None:
+def _replace(bank: Path, stored: Path, step: int) -> None:
+    """Puts a step's copy in the place of the bank, whose contents stay next to it under another name.
+
+    The bank may have groups that no checkpoint has: those that were completed after the last save.
+    """
     bank = bank.resolve()  # the folder may be a link to another disk
-    new, old = (bank.with_name(f".{bank.name}.{word}") for word in ("new", "old"))
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
+    new = bank.with_name(f".{bank.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
     copy_durably(stored, new)
-    if bank.exists():
-        bank.rename(old)
-    new.rename(bank)
-    sync_dir(bank.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    old = _free_name(bank, step)
+    try:
+        replace_entry(bank, new, old)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if error.errno not in (errno.EBUSY, errno.EXDEV):
+            raise
+        if not _is_empty(bank):
+            raise UnsupportedError(
+                f"{bank}: does not belong to step {step}, and the copy in the step cannot take its place, because the "
+                f"system does not rename this folder ({error.strerror}): it may be a mount point. Nothing has been "
+                "changed. Move its contents to another folder, or name a folder inside it with --rl-rollout-bank-dir, "
+                "and start again"
+            ) from error
+        _fill(bank, stored)
+        return
+    _tell_or_remove(old, bank, step)
+
+
+def _tell_or_remove(old: Path, bank: Path, step: int) -> None:
+    if _is_empty(old):
+        shutil.rmtree(old, ignore_errors=True)
+        return
+    logger.warning(
+        "%s did not belong to step %d: the copy in the step has replaced it. The bank that was there is now %s, "
+        "because it may have rollouts that no checkpoint has: delete it if nobody needs them",
+        bank,
+        step,
+        old,
+    )
+
+
+def _fill(bank: Path, stored: Path) -> None:
+    """Copies a step's bank into an empty folder. The manifest comes last, so that half a bank is not taken for one."""
+    for entry in sorted(stored.iterdir(), key=lambda entry: entry.name == _MANIFEST):
+        copy_durably(entry, bank / entry.name)
+    sync_dir(bank)
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and all(entry.name == _LOADED_FILE for entry in folder.iterdir())
+
+
+def _free_name(bank: Path, step: int) -> Path:
+    names = (f"{bank.name}.before_step_{step}" + (f".{number}" if number > 1 else "") for number in count(1))
+    return next(path for path in map(bank.with_name, names) if not os.path.lexists(path))
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:

@@ -13,8 +13,6 @@ place when it saves a step again, so the role has a copy of it.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage
@@ -22,14 +20,16 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats import companions_of
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import step_to_go_back_to
-from mcore_ckpt.io import for_each, sync_dir
+from mcore_ckpt.io import for_each
 from mcore_ckpt.steps import (
     RoleReader,
     RoleWriter,
     holds_something,
     list_steps,
     read_tracker,
+    remove_entry,
     remove_tracker,
+    replace_entry,
     step_status,
     write_tracker,
 )
@@ -95,20 +95,16 @@ def put_back(step_path: Path) -> None:
 
 
 def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader) -> None:
-    new, old = step_path / f".{name}.committed", step_path / name
-    shutil.rmtree(new, ignore_errors=True)
+    new, old = step_path / f".{name}.committed", step_path / f".{name}.replaced"
+    for left in (new, old):
+        remove_entry(left)
     for path in paths:
         target = new / path
         target.parent.mkdir(parents=True, exist_ok=True)
         committed.put(path, target, _shares(path))
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
-    if paths:
-        os.rename(new / name, old)
-        new.rmdir()
-    sync_dir(step_path)
+    replace_entry(step_path / name, new / name if paths else None, old)
+    for left in (new, old):
+        remove_entry(left)
 
 
 def correct_tracker(root: Path) -> None:
