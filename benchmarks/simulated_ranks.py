@@ -626,7 +626,7 @@ class Crowd:
     ) -> dict[str, Any]:
         topic, role_dir = f"saving step {step}", self.root / f"global_steps_{step}" / ROLE
         self.barrier.wait()
-        request = {"folder": str(role_dir), "busy": False, "failure": None, "need": record_of(NEED)}
+        request = {"folder": str(role_dir), "busy": False, "failure": None, "need": record_of(NEED), "parts": []}
         opening = self._round(trainers, topic, None, lambda _: request)
         number = opening.outcome["attempt"]
         staging = file_names.staging_dir(role_dir, number)
