@@ -342,7 +342,7 @@ class CheckpointManager:
         """Notes that the training goes on from a checkpoint."""
         self._destination.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
-            self._context.history.loaded(manifest.head, place)
+            self._disk.run(partial(self._context.history.loaded, manifest.head, place))
             if self._trainer.optimizer is not None:  # it trains
                 self._context.history.hold()
 

@@ -234,7 +234,8 @@ class LastSave:
             reason = choice.reason or _why_not_durable(self._background.newest_of_step)
             logger.warning("step %d is saved on the nodes, but not in the root: %s", step, reason)
         else:
-            logger.warning("step %d is not saved, so the newest complete step remains: %s", step, choice.reason)
+            reason = choice.reason or "the last save was skipped"
+            logger.warning("step %d is not saved, so the newest complete step remains: %s", step, reason)
 
 
 def _why_not_durable(handle: SaveHandle | None) -> str:
@@ -242,6 +243,8 @@ def _why_not_durable(handle: SaveHandle | None) -> str:
     drain = None if handle is None else handle.drain
     if drain is None:
         return "the step was not to be copied to the root"
+    if drain.committed:
+        return "the copy to the root was not over in time, but is now"
     return f"the copy to the root has failed: {drain.exception}" if drain.done else "no time is left"
 
 

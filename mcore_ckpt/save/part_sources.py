@@ -129,7 +129,7 @@ class Source:
                 f"part {self.part!r}: {self.path} is a file of this package, and handing it over would remove it: name "
                 "the path without HandOver to copy it"
             )
-        if self.is_handed_over and _real(Path.cwd()).is_relative_to(real):
+        if self.is_handed_over and _has_current_folder(real):
             raise CommitError(
                 f"part {self.part!r}: {self.path} is the current folder of this process or contains it, and handing it "
                 "over would remove that folder: name the path without HandOver to copy it"
@@ -178,9 +178,16 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _has_current_folder(folder: Path) -> bool:
+    with suppress(FileNotFoundError):  # somebody has removed the current folder, so it cannot be in a part
+        return _real(Path.cwd()).is_relative_to(folder)
+    return False
+
+
 def _is_of_root(name: str) -> bool:
-    """True for a tracker and a trainer lock, which this package makes directly in a root."""
-    return name == file_names.TRACKER_FILE or file_names.role_of_trainer_file(name) is not None
+    """True for the files that this package makes directly in a root: the tracker, the run's and trainer locks."""
+    is_lock = file_names.role_of_trainer_file(name) is not None
+    return is_lock or name in (file_names.TRACKER_FILE, file_names.RUN_FILE)
 
 
 def _identity_of(file: Path) -> _Identity:

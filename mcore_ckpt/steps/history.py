@@ -67,11 +67,12 @@ class RunHistory:
 
     def go_on_from(self, other: RunHistory) -> None:
         """Goes on from the last checkpoint that another manager of the training has loaded or saved, in any root."""
-        if other._root == self._root:
-            of_role = other._position.of_role if other._role == self._role else 0
-            self._position = self._position.seen(other._position.last, of_role)
         if other._last is not None:
             self._go_on(*other._last, [])
+        if (other._root, other._role) == (self._root, self._role):
+            self._position = other._position
+        elif other._root == self._root:
+            self._position = self._position.seen(other._position.last, 0)
         self.release()
         self._held = other._held.pop_all()
 
@@ -100,14 +101,25 @@ class RunHistory:
 
     def loaded(self, head: ManifestSummary, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint. `place` is its folder, or its URL in the store."""
-        together: list[ManifestSummary] = []
-        with suppress(OSError):  # raise nothing: the checkpoint is loaded already, and the other ranks go on
-            heads = self._heads()
-            steps_of_role = {each.step for each in heads if self._role in each.roles}
-            together += (each for each in heads if each.step in steps_of_role and each.commit is not None)
+        together = self._together(isinstance(place, str))
         self._go_on(head, place, together)
         if together and self._position.branch:
             self._position = self._position.seen(0, max(each.number for each in together))
+
+    def _together(self, with_store: bool) -> list[ManifestSummary]:
+        """Returns the numbered checkpoints of the steps to which this role belongs, of all roles. Raises nothing.
+
+        When it is called, the checkpoint is loaded already, and the other ranks go on.
+        """
+        heads: list[ManifestSummary] = []
+        try:
+            heads += self._heads()
+            if with_store and self._remote is not None:
+                heads += (head for step in self._remote.steps() for head in step.found.values())
+        except (OSError, RemoteError) as error:
+            logger.warning("what other roles have saved after the loaded step is not known, because of %s", error)
+        steps_of_role = {each.step for each in heads if self._role in each.roles}
+        return [each for each in heads if each.step in steps_of_role and each.commit is not None]
 
     def _go_on(self, head: ManifestSummary, place: Path | str, together: Sequence[ManifestSummary]) -> None:
         """Takes the place of a checkpoint. `together`: the checkpoints of steps to which this role belongs."""

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.integrations.megatron import rollout_bank as module
+from mcore_ckpt.io import copy_durably
 from mcore_ckpt.state.attached_parts import SavedPart
 from tests.distributed.agreement import everywhere
 from tests.distributed.test_megatron_loop import CONFIG, DP2, PLAIN, Loop, arguments
@@ -226,12 +228,33 @@ def test_a_bank_that_cannot_be_renamed_is_filled_or_left_as_it_is(
     before = {path.name: path.read_text() for path in bank.iterdir()}
     assert before.keys() == {"MANIFEST.json", "ledger.log", "loaded_by_mcore_ckpt.json"}
     with pytest.raises(
-        UnsupportedError, match=r"rollout_bank: does not belong to step 2(.|\n)*Nothing has been changed"
+        UnsupportedError, match=r"rollout_bank: does not belong to step 2(.|\n)*The bank has not been changed"
     ):
         part.load(second)
     assert {path.name: path.read_text() for path in bank.iterdir()} == before
     assert sorted(path.name for path in shared_path.iterdir()) == ["rollout_bank", "stored1", "stored2"]
     for path in bank.iterdir():
         path.unlink()
+    (bank / "lost+found").mkdir()
+
+    def die_after(source: Path, target: Path) -> None:
+        copy_durably(source, target)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(module, "copy_durably", die_after)
+        module._fill(bank, shared_path / "stored2")
+    assert sorted(path.name for path in bank.iterdir()) == ["filling_by_mcore_ckpt", "ledger.log", "lost+found"]
     part.load(second)
     assert (bank / "ledger.log").read_text() == "groups of step 2"
+    # From now on, it is a bank like any other.
+    with pytest.raises(UnsupportedError, match="does not belong to step 1"):
+        part.load(first)
+
+
+@pytest.mark.world(1)
+def test_a_load_without_a_bank_names_none(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = drop_in.RolloutBankPart(lambda: Arguments(SimpleNamespace(save=str(shared_path))))
+    part.load(stored_bank(shared_path / "stored1", 1))
+    assert (shared_path / "rollout_bank" / "ledger.log").exists()
+    assert "before_step" not in caplog.text

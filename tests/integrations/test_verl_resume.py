@@ -146,5 +146,9 @@ def test_a_queue_that_was_not_committed_is_not_read_with_the_step(had_queue: boo
     queue.mkdir(exist_ok=True)
     (queue / "1.bin").write_bytes(b"later")
     put_back(step)
+    # What a process leaves that dies just before its replacement is over.
+    (step / ".transfer_queue.replaced").mkdir()
+    (step / ".data.pt.committed").mkdir()
+    put_back(step)
     left = {path.relative_to(step).as_posix() for path in step.iterdir()} | {path.name for path in queue.glob("*")}
     assert left == {"data.pt", "driver", "notes"} | ({"transfer_queue", "0.bin"} if had_queue else set())

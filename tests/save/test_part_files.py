@@ -424,7 +424,7 @@ def test_what_the_process_needs_cannot_be_handed_over(
     for place in (Path("."), folder):
         refused(manager, HandOver(place), "is the current folder of this process or contains it")
     manager.save(1).wait(LONG_S)
-    for name in (".actor.trainer.json", "latest_checkpointed_iteration.txt"):
+    for name in (".actor.trainer.json", ".run.json", "latest_checkpointed_iteration.txt"):
         manager.attach("part", save=HandOver(manager.root / name))
         with pytest.raises(CommitError, match=f"{name} is a file of this package"):
             manager.save(2).wait(LONG_S)
@@ -433,6 +433,13 @@ def test_what_the_process_needs_cannot_be_handed_over(
     manager.attach("part", save=Path("."))
     manager.save(2).wait(LONG_S)
     assert folder.exists()
+    manager.detach("part")
+    shutil.rmtree(folder)  # what is gone is in no part
+    place = manager.root.parent / "handed over"
+    place.write_bytes(b"all there is")
+    manager.attach("part", save=HandOver(place))
+    manager.save(3).wait(LONG_S)
+    assert not place.exists()
 
 
 @pytest.mark.parametrize("remove", [_remove, _remove_later])

@@ -27,7 +27,7 @@ from mcore_ckpt import SavedPart, SaveHandle
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.io import copy_durably, parse_json, read_small, replace_file, sync_dir
-from mcore_ckpt.steps import replace_entry
+from mcore_ckpt.steps import remove_entry, replace_entry
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _FORMAT = 2
 _MANIFEST_BYTES = 64 << 20
 # This file in the bank's folder says which checkpoint the bank has been loaded with. Megatron-LM ignores the file.
 _LOADED_FILE = "loaded_by_mcore_ckpt.json"
+# This file says that the folder is being filled with a checkpoint's copy.
+_FILLING = "filling_by_mcore_ckpt"
 # The order in which files are measured. Megatron-LM writes the bytes of a group to the other files before it adds the
 # group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
 # their file can be measured last.
@@ -101,6 +103,7 @@ class RolloutBankPart:
         loaded = {"timeline": of_step.timeline, "step": saved.step}
         if not _belongs(bank, of_step, loaded):
             _replace(bank, stored, saved.step)
+        (bank / _FILLING).unlink(missing_ok=True)
         replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
 
     def saved(self, iteration: int, handle: SaveHandle) -> None:
@@ -175,8 +178,8 @@ def _replace(bank: Path, stored: Path, step: int) -> None:
         if not _is_empty(bank):
             raise UnsupportedError(
                 f"{bank}: does not belong to step {step}, and the copy in the step cannot take its place, because the "
-                f"system does not rename this folder ({error.strerror}): it may be a mount point. Nothing has been "
-                "changed. Move its contents to another folder, or name a folder inside it with --rl-rollout-bank-dir, "
+                f"system does not rename this folder ({error.strerror}): it may be a mount point. The bank has "
+                "not been changed. Move its contents to another folder, or name a folder inside it with --rl-rollout-bank-dir, "
                 "and start again"
             ) from error
         _fill(bank, stored)
@@ -185,6 +188,8 @@ def _replace(bank: Path, stored: Path, step: int) -> None:
 
 
 def _tell_or_remove(old: Path, bank: Path, step: int) -> None:
+    if not os.path.lexists(old):
+        return  # there was no bank
     if _is_empty(old):
         shutil.rmtree(old, ignore_errors=True)
         return
@@ -198,14 +203,24 @@ def _tell_or_remove(old: Path, bank: Path, step: int) -> None:
 
 
 def _fill(bank: Path, stored: Path) -> None:
-    """Copies a step's bank into an empty folder. The manifest comes last, so that half a bank is not taken for one."""
+    """Copies a step's bank into an empty folder. The manifest comes last, so that half a bank is not taken for one.
+
+    If the process dies midway, the next load sees by a marker that it may fill the folder again. `load` removes it.
+    """
+    replace_file(bank / _FILLING, b"")
     for entry in sorted(stored.iterdir(), key=lambda entry: entry.name == _MANIFEST):
-        copy_durably(entry, bank / entry.name)
+        target = bank / entry.name
+        remove_entry(target)
+        copy_durably(entry, target)
     sync_dir(bank)
 
 
 def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and all(entry.name == _LOADED_FILE for entry in folder.iterdir())
+    """True if a folder has no rollouts: only what this package, or the maker of an ext4 file system, has put there."""
+    if not folder.is_dir():
+        return False
+    names = {entry.name for entry in folder.iterdir()}
+    return _FILLING in names or names <= {_LOADED_FILE, "lost+found"}
 
 
 def _free_name(bank: Path, step: int) -> Path:

@@ -88,22 +88,33 @@ def put_back(step_path: Path) -> None:
     for name in sorted({_QUEUE, *(path.partition("/")[0] for path in paths)}):
         own = [path for path in paths if path.partition("/")[0] == name]
         is_same = _files_in({name: step_path / name}).keys() == set(own)
-        if not (is_same and all(committed.is_same(path, step_path / path) for path in own)):
+        if is_same and all(committed.is_same(path, step_path / path) for path in own):
+            _remove_leftovers(step_path, name)
+        else:
             done = "replaced by the committed copy, because it differs" if own else "removed: it is not committed"
             logger.warning("%s: is %s", step_path / name, done)
             _replace(step_path, name, own, committed)
 
 
 def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader) -> None:
-    new, old = step_path / f".{name}.committed", step_path / f".{name}.replaced"
-    for left in (new, old):
-        remove_entry(left)
+    _remove_leftovers(step_path, name)
+    new, old = _places_beside(step_path, name)
     for path in paths:
         target = new / path
         target.parent.mkdir(parents=True, exist_ok=True)
         committed.put(path, target, _shares(path))
     replace_entry(step_path / name, new / name if paths else None, old)
-    for left in (new, old):
+    _remove_leftovers(step_path, name)
+
+
+def _places_beside(step_path: Path, name: str) -> tuple[Path, Path]:
+    """Returns where a replacement is made, and where the replaced entry goes."""
+    return step_path / f".{name}.committed", step_path / f".{name}.replaced"
+
+
+def _remove_leftovers(step_path: Path, name: str) -> None:
+    """Removes what a replacement has left, also one during which the process died."""
+    for left in _places_beside(step_path, name):
         remove_entry(left)
 
 
