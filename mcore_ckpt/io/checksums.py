@@ -14,12 +14,12 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.threads import for_each
 
 # A function that is called with the number of bytes that were just read or written.
 Progress = Callable[[int], object]
@@ -59,6 +59,8 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress: called from several threads, each time with the number of bytes just read.
     """
     pieces = [list(_pieces(path, nbytes)) for path, nbytes in files]
+    numbered = list(enumerate(itertools.chain.from_iterable(pieces)))
+    crcs: dict[int, int | OSError] = {}
     own = threading.local()
 
     def crc_of(piece: _Piece) -> int | OSError:
@@ -71,8 +73,13 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress(piece.nbytes)
         return _native.crc32(own.buffer.address, piece.nbytes)
 
-    with ThreadPoolExecutor(tuning.IO_THREADS, thread_name_prefix="checksums") as pool:
-        found = iter(list(pool.map(crc_of, itertools.chain.from_iterable(pieces))))
+    def check(item: tuple[int, _Piece]) -> None:
+        number, piece = item
+        crcs[number] = crc_of(piece)
+
+    # `for_each` starts threads that a `DiskWatch` sees. It does not see the threads of an executor.
+    for_each(numbered, check, min(tuning.IO_THREADS, len(numbered)))
+    found = (crcs[number] for number, _ in numbered)
     return [_combine([(piece, next(found)) for piece in of_file]) for of_file in pieces]
 
 
