@@ -370,6 +370,26 @@ def check_part(name: str) -> str:
     return name
 
 
+def problem_of_names(folder: Path, paths: Iterable[str]) -> str | None:
+    """Returns why a manifest cannot list files, and what to do; None if it can list them.
+
+    Args:
+        folder: the folder that the paths are relative to.
+        paths: the paths of the files, and of folders that must have names of the same kind.
+    """
+    seen = set[str]()
+    for path in paths:
+        if not path.isprintable() or "\\" in path:
+            return f"{path!r} cannot be the name of a file: use printable characters, and no backslash"
+        if path.casefold() in seen:
+            return (
+                f"{folder / path}: another file's name differs only in upper and lower case, and some file systems "
+                "treat the two as one file: rename one of them"
+            )
+        seen.add(path.casefold())
+    return None
+
+
 def config_dirs(role_dir: Path) -> list[Path]:
     """Returns the folders that can hold the `config.json` and the tokenizer of a checkpoint's model."""
     return [role_dir / name for name in _CONFIG_DIRS]

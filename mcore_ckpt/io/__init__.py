@@ -7,7 +7,8 @@ Public names, for integrations:
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
 - `make_folder` makes a folder and its parents, `top_mode` returns the mode for them, `sync_dir` makes the names in a
   folder durable;
-- `DiskWatch` gives up work if one of its calls to the file system does not return;
+- `DiskWatch` gives up work if one of its calls to the file system does not return; `in_function_of_trainer` marks
+  calls of another program's functions, which may also wait for something else;
 - `for_each` calls a function on several threads, which `DiskWatch` sees, too;
 - `Worker` does work on a thread that exists only while there is work.
 """
@@ -21,7 +22,7 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.io.access import top_mode
-    from mcore_ckpt.io.disk_watch import DiskWatch
+    from mcore_ckpt.io.disk_watch import DiskWatch, in_function_of_trainer
     from mcore_ckpt.io.file_copies import copy_durably
     from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
     from mcore_ckpt.io.json_fields import parse_json
@@ -33,6 +34,7 @@ __all__ = [
     "Worker",
     "copy_durably",
     "for_each",
+    "in_function_of_trainer",
     "make_folder",
     "parse_json",
     "read_small",
@@ -45,7 +47,7 @@ _find = lazy_names(
     __name__,
     {
         "access": ("top_mode",),
-        "disk_watch": ("DiskWatch",),
+        "disk_watch": ("DiskWatch", "in_function_of_trainer"),
         "file_copies": ("copy_durably",),
         "files": ("make_folder", "read_small", "replace_file", "sync_dir"),
         "json_fields": ("parse_json",),

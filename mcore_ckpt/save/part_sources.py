@@ -47,24 +47,10 @@ def list_part(part: str, folder: Path) -> Listing:
             raise CommitError(
                 f"part {part!r}: {folder} has more than {limits.PART_FILES} files and folders: put them in archives"
             )
-    _check_names(part, folder, [*folders, *files])
+    found = [*folders, *files]
+    if problem := file_names.problem_of_names(folder, (path.relative_to(folder).as_posix() for path in found)):
+        raise CommitError(f"part {part!r}: {problem}")
     return Listing(tuple(folders), tuple(files))
-
-
-def _check_names(part: str, folder: Path, found: Iterable[Path]) -> None:
-    seen = set[str]()
-    for path in found:
-        below = path.relative_to(folder).as_posix()
-        if not below.isprintable() or "\\" in below:
-            raise CommitError(
-                f"part {part!r}: {below!r} cannot be the name of a file: use printable characters, and no backslash"
-            )
-        if below.casefold() in seen:
-            raise CommitError(
-                f"part {part!r}: {path}: another file's name differs only in upper and lower case, and some file "
-                "systems treat the two as one file: rename one of them"
-            )
-        seen.add(below.casefold())
 
 
 def _raise(error: OSError) -> None:

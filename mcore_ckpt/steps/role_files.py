@@ -18,10 +18,10 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_checked, read_manifest
 from mcore_ckpt.checkpoint.versions import package_versions
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.file_copies import copy_checked, copy_hashed, hash_durably, link_file, pieces_of
-from mcore_ckpt.io.files import make_folders, sync_dir, sync_names, write_file
+from mcore_ckpt.io.files import make_folders, sync_dir, sync_file, sync_names, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
@@ -202,8 +202,17 @@ def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: st
     Afterwards `RoleReader` and `mcore-ckpt verify` check them. The folder should not have its final name yet: the
     caller renames it once this has returned. `paths` are relative to the folder.
 
-    Raises OSError, also if a file changes meanwhile, and CommitError if the manifest could not be read back.
+    Raises:
+        UnsupportedError: a file has a name that a manifest cannot list. The files are durable, but nothing lists them.
+        OSError: the files are not durable, or one changes meanwhile.
+        CommitError: the manifest could not be read back.
     """
+    if problem := file_names.problem_of_names(folder, paths):
+        for path in paths:
+            sync_file(folder / path)
+        sync_names(folder, paths)
+        sync_dir(folder)
+        raise UnsupportedError(f"role {role!r}: {problem}")
     hashed = {path: hash_durably(folder / path) for path in paths}
     sync_names(folder, list(hashed))
     files = [(0, WrittenFile(path, kind, each.size, each.crc32)) for path, each in hashed.items()]

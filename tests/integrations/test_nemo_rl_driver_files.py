@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.config import TIMEOUT_S
+from mcore_ckpt.errors import CheckpointNotFoundError, HungDiskError, UnsupportedError
 from mcore_ckpt.integrations.nemo_rl import driver_files
+from mcore_ckpt.io import checksums, file_copies, tuning
 from mcore_ckpt.ranks import single_process_agreement
-from mcore_ckpt.steps import RoleReader, commit_role
+from mcore_ckpt.steps import RoleReader, commit_role, role_files
 from tests.support.document_examples import run_in_shell
 
 STAND_IN = Path(__file__).parents[1] / "bridge" / "nemo_rl_stand_in"
@@ -25,8 +30,8 @@ NAME = "nemo_rl.utils.checkpoint"
 
 
 @pytest.fixture
-def manager_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """CheckpointManager in a driver that has called `keep_driver_files`."""
+def manager_class(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """CheckpointManager in a driver that has called `keep_driver_files`, with the parameter as `timeout_s`."""
     monkeypatch.syspath_prepend(STAND_IN)
     for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
         monkeypatch.delitem(sys.modules, name)
@@ -37,7 +42,7 @@ def manager_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         assert spec.loader is not None
         module = sys.modules[NAME] = module_from_spec(spec)
         spec.loader.exec_module(module)
-    driver_files.keep_driver_files()
+    driver_files.keep_driver_files(getattr(request, "param", TIMEOUT_S))
     yield module.CheckpointManager
     for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
         del sys.modules[name]
@@ -140,6 +145,102 @@ def test_a_seal_that_fails_gives_the_step_no_name(
     with pytest.raises((OSError, RuntimeError)):
         save(made(manager_class, tmp_path), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["tmp_step_1"]
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ([b"Vocab.txt", b"vocab.txt"], r"policy/vocab\.txt: another file's name differs only in upper and lower case"),
+        ([b"a\\b"], r"'policy/a\\\\b' cannot be the name of a file: use printable characters"),
+        ([b"a\nb"], r"'policy/a\\nb' cannot be the name of a file: use printable characters"),
+    ],
+    ids=["case", "backslash", "control"],
+)
+def test_a_name_that_a_manifest_cannot_list_costs_the_seal_but_not_the_step(
+    names: list[bytes],
+    problem: str,
+    manager_class: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hashed: list[Path] = []
+    synced: list[Path] = []
+    hash_durably, sync_file = role_files.hash_durably, role_files.sync_file
+    monkeypatch.setattr(role_files, "hash_durably", lambda path: (hashed.append(path), hash_durably(path))[1])
+    monkeypatch.setattr(role_files, "sync_file", lambda path: (synced.append(path), sync_file(path))[1])
+    manager = made(manager_class, tmp_path)
+    folder = begin(manager, 1)
+    for name in names:
+        Path(os.fsdecode(os.path.join(os.fsencode(folder / "policy"), name))).write_bytes(b"x")
+    with pytest.raises(UnsupportedError, match=problem):
+        driver_files.seal(folder)
+    assert not hashed  # the names are checked before the bytes, which may be many
+    assert {folder / "replay_buffer.pt", folder / "policy" / os.fsdecode(names[-1])} <= set(synced)
+    manager.begin_finalization(folder, wait_fn=lambda: None)
+    manager.finalize_pending()
+    step = tmp_path / "step_1"
+    assert not (step / "manifest.json").exists()
+    assert re.search(rf"has no manifest, so a resume does not check the driver's files: .*{problem}", caplog.text)
+    assert made(manager_class, tmp_path).get_latest_checkpoint_path() == str(step)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """A file that stands for a hung disk: opening it waits until somebody opens its other end."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    yield path
+    with suppress(OSError):  # nobody waits
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+HANGS: dict[str, tuple[Any, str]] = {
+    "seal": (role_files, "hash_durably"),
+    "rename": (os, "rename"),
+    "sync": (driver_files, "sync_dir"),
+}
+
+
+@pytest.mark.parametrize("manager_class", [1.0], indirect=True)
+@pytest.mark.parametrize("call", HANGS)
+def test_a_disk_that_hangs_ends_the_save(
+    call: str, manager_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Path
+) -> None:
+    manager = made(manager_class, tmp_path / "run")
+    folder = begin(manager, 1)
+    monkeypatch.setattr(*HANGS[call], lambda *args: pipe.open("rb"))
+    with pytest.raises(HungDiskError, match=f"^driver: {pipe}: "):
+        manager._rename_checkpoint(folder)
+
+
+@pytest.mark.parametrize("manager_class", [1.0], indirect=True)
+def test_a_disk_that_hangs_ends_a_resume(
+    manager_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Path
+) -> None:
+    save(made(manager_class, tmp_path), 1)
+    monkeypatch.setattr(checksums, "_read_piece", lambda piece, buffer: pipe.open("rb"))
+    with pytest.raises(HungDiskError, match=f"^driver: {pipe}: "):
+        made(manager_class, tmp_path).get_latest_checkpoint_path()
+
+
+@pytest.mark.parametrize("manager_class", [1.0], indirect=True)
+def test_a_seal_that_takes_long_but_goes_on_is_not_given_up(
+    manager_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = file_copies._read
+
+    def slowly(*args: Any) -> int:
+        time.sleep(0.1)
+        return real(*args)
+
+    monkeypatch.setattr(file_copies, "_read", slowly)
+    monkeypatch.setattr(tuning, "READ_BYTES", 128)
+    manager = made(manager_class, tmp_path)
+    began = time.monotonic()
+    step = save(manager, 7)
+    assert time.monotonic() - began > 2
+    assert RoleReader(step).manifest.step == 7
 
 
 def test_steps_of_nemo_rl_and_of_older_versions_count(manager_class: Any, tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, find_damage
-from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.io import sync_dir
+from mcore_ckpt.config import TIMEOUT_S
+from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.io import DiskWatch, in_function_of_trainer, sync_dir
 from mcore_ckpt.steps import seal_role
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ DRIVER_ROLE = "driver"
 _WORKERS_FOLDERS = ("weights", "optimizer")
 
 
-def keep_driver_files() -> None:
+def keep_driver_files(timeout_s: float = TIMEOUT_S) -> None:
     """Lets NeMo-RL's driver write a manifest into each step before the rename, and resume only from a whole step.
 
-    This changes two methods of NeMo-RL's CheckpointManager in the driver's process.
+    This changes two methods of NeMo-RL's CheckpointManager in the driver's process. They raise HungDiskError once a
+    single call to the disk has lasted `timeout_s` seconds. Otherwise the driver, and with it the whole training, would
+    wait for ever.
 
     Raises ImportError: NeMo-RL is not installed.
     """
@@ -49,30 +52,48 @@ def keep_driver_files() -> None:
     rename: Any = CheckpointManager._rename_checkpoint
     whole: set[Path] = set()
     damaged: set[Path] = set()
+    watch = DiskWatch(timeout_s, who=f"{DRIVER_ROLE}: ")
 
-    @functools.wraps(rename)
     def seal_and_rename(self: Any, checkpoint_path: Any) -> None:
         folder = Path(checkpoint_path)
-        seal(folder)
+        _seal_if_possible(folder)
         set_aside(step for step in damaged if step.parent == Path(self.checkpoint_dir))
-        rename(self, checkpoint_path)
+        with in_function_of_trainer():  # the watch does not know NeMo-RL's modules
+            rename(self, checkpoint_path)
         sync_dir(folder.parent)
 
+    @functools.wraps(rename)
+    def watched_rename(self: Any, checkpoint_path: Any) -> None:
+        watch.run(lambda: seal_and_rename(self, checkpoint_path))
+
     def get_latest_checkpoint_path(self: Any) -> str | None:
-        found = newest_whole(Path(self.checkpoint_dir), lambda step: step in whole, damaged.add)
+        root = Path(self.checkpoint_dir)
+        found = watch.run(lambda: newest_whole(root, lambda step: step in whole, damaged.add))
         if found is not None:
             whole.add(found)  # check once: the driver asks again, and a replay buffer may be large
         return None if found is None else str(found)
 
-    CheckpointManager._rename_checkpoint = seal_and_rename
+    CheckpointManager._rename_checkpoint = watched_rename
     CheckpointManager.get_latest_checkpoint_path = get_latest_checkpoint_path
 
 
 def seal(folder: Path) -> None:
-    """Lists the driver's files in a manifest. If this raises OSError or CommitError, the step is not renamed."""
+    """Lists the driver's files in a manifest.
+
+    If this raises OSError or CommitError, the step is not renamed. If it raises UnsupportedError, which names a file
+    that a manifest cannot list, the step is durable and gets its name without a manifest.
+    """
     (folder / MANIFEST_FILE).unlink(missing_ok=True)  # from an earlier try of this save
     paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder, 0))
     seal_role(folder, DRIVER_ROLE, _step_of(folder), paths)
+
+
+def _seal_if_possible(folder: Path) -> None:
+    # A step that is not renamed is lost: NeMo-RL deletes the folder when it saves this step again.
+    try:
+        seal(folder)
+    except UnsupportedError as error:
+        logger.warning("%s has no manifest, so a resume does not check the driver's files: %s", folder, error)
 
 
 def set_aside(steps: Iterable[Path]) -> None:
