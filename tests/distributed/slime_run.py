@@ -28,6 +28,7 @@ from tests.verl import absent  # noqa: E402
 
 _NONE = "the wheel of megatron-core 0.16 has nothing of Megatron-LM, whose functions slime calls"
 async_utils = pytest.importorskip("megatron.training.async_utils", reason=_NONE)
+checkpointing = pytest.importorskip("megatron.training.checkpointing", reason=_NONE)
 global_vars = pytest.importorskip("megatron.training.global_vars", reason=_NONE)
 
 SAMPLES = 8  # of one rollout
@@ -74,6 +75,8 @@ def installed(fork: str) -> Iterator[pytest.MonkeyPatch]:
         if source := os.environ.get(f"{fork.upper()}_SOURCE"):
             _take_real_modules(fork, Path(source), patched)
         patched.setattr(async_utils, "maybe_finalize_async_save", async_utils.maybe_finalize_async_save)
+        # Megatron-LM remembers the version of the first checkpoint that a process loads, and refuses others.
+        patched.setattr(checkpointing, "_CHECKPOINT_VERSION", None)
         try:
             yield patched
         finally:

@@ -241,9 +241,10 @@ def test_a_bank_that_cannot_be_renamed_is_filled_or_left_as_it_is(
         copy_durably(source, target)
         raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr(module, "copy_durably", die_after)
-        module._fill(bank, shared_path / "stored2")
+        with pytest.raises(SystemExit):
+            module._fill(bank, shared_path / "stored2")
     assert sorted(path.name for path in bank.iterdir()) == ["filling_by_mcore_ckpt", "ledger.log", "lost+found"]
     part.load(second)
     assert (bank / "ledger.log").read_text() == "groups of step 2"

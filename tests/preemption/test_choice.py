@@ -56,8 +56,9 @@ def test_what_fits_is_saved(
     ("drain", "reason"),
     [
         (None, "was not to be copied"),
-        (SimpleNamespace(done=False, exception=None), "no time is left"),
-        (SimpleNamespace(done=True, exception=OSError("disk full")), "has failed: disk full"),
+        (SimpleNamespace(done=False, committed=False, exception=None), "no time is left"),
+        (SimpleNamespace(done=True, committed=False, exception=OSError("disk full")), "has failed: disk full"),
+        (SimpleNamespace(done=True, committed=True, exception=None), "was not over in time, but is now"),
     ],
 )
 def test_the_reason_why_a_step_is_only_on_the_nodes_is_the_true_one(drain: Any, reason: str) -> None:

@@ -179,8 +179,8 @@ def _replace(bank: Path, stored: Path, step: int) -> None:
             raise UnsupportedError(
                 f"{bank}: does not belong to step {step}, and the copy in the step cannot take its place, because the "
                 f"system does not rename this folder ({error.strerror}): it may be a mount point. The bank has "
-                "not been changed. Move its contents to another folder, or name a folder inside it with --rl-rollout-bank-dir, "
-                "and start again"
+                "not been changed. Move its contents to another folder, or name a folder inside it with "
+                "--rl-rollout-bank-dir, and start again"
             ) from error
         _fill(bank, stored)
         return
