@@ -62,6 +62,7 @@ class RunHistory:
         self._parent: RunParent | None = None
         # The checkpoint that was loaded or saved last, and its folder or URL.
         self._last: tuple[ManifestSummary, Path | str] | None = None
+        self._stamped: Path | None = None  # the folder of the last manifest
         self._held = ExitStack()
         self._same_home = SameRoot(home)
 
@@ -167,13 +168,17 @@ class RunHistory:
         """Returns the manifest of a save to `role_dir` with its run and its commit. Raises OSError."""
         with self._lock:
             run = self._settled()
-            others = [
-                head.commit.number
-                for head in _manifests_of_step(role_dir)
-                if head.role != self._role and head.commit is not None and _id(head) == run.id
-            ]
-            commit = self._position.next(max(others, default=None))
+            if self._stamped is not None:
+                # Another role may have saved that step once more, with a number that this role does not know.
+                self._position = self._position.seen(self._largest_of_others(self._stamped, run) or 0, 0)
+            self._stamped = role_dir
+            commit = self._position.next(self._largest_of_others(role_dir, run))
             return replace(manifest, run=replace(run, parent=self._parent or run.parent), commit=commit)
+
+    def _largest_of_others(self, role_dir: Path, run: Run) -> int | None:
+        """Returns the largest number that the other roles of a step have in this run; None if they have none."""
+        heads = [head for head in _manifests_of_step(role_dir) if head.role != self._role and _id(head) == run.id]
+        return max((head.commit.number for head in heads if head.commit is not None), default=None)
 
     def committed(self, manifest: Manifest) -> None:
         """Notes that a save is committed."""
