@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -73,10 +74,14 @@ def called(function: str, folder: Path, *arguments: str, limit_s: float = 600.0)
 
 
 def alive(pid: int) -> bool:
+    """True if a process does not end soon. After a kill, its environment is gone a moment before it has ended."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
+    ended, _, _ = select.select([process], [], [], 10)
+    os.close(process)
+    return not ended
 
 
 # -- running ----------------------------------------------------------------------------------------------
