@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
 from mcore_ckpt.io.access import FOLDER_MODE, mode_in
 from mcore_ckpt.io.disk_space import Need, space_of
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.files import sync_dir, sync_folders
 from mcore_ckpt.steps import commit
 
 logger = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ def replace_entry(path: Path, new: Path | None, old: Path) -> None:
 
     Raises OSError: `path` is as it was, unless only the sync has failed.
     """
-    if new is not None:
-        _sync_names_below(new)
+    if new is not None and new.is_dir() and not new.is_symlink():
+        sync_folders(new)
     is_there = os.path.lexists(path)
     if is_there:
         os.rename(path, old)
@@ -178,9 +178,3 @@ def remove_entry(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync_names_below(new: Path) -> None:
-    if new.is_dir() and not new.is_symlink():
-        for folder, _, _ in os.walk(new, topdown=False):
-            sync_dir(Path(folder))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt.io import files
 from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.new_folder import Replaceable, publish_folder, replace_entry
 
@@ -83,11 +84,12 @@ def test_an_entry_is_replaced_in_an_order_that_loses_nothing(tmp_path: Path, mon
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", note_rename)
-    monkeypatch.setattr(new_folder, "sync_dir", lambda folder: calls.append(("sync", folder.name)))
+    for module in (files, new_folder):
+        monkeypatch.setattr(module, "sync_dir", lambda folder: calls.append(("sync", folder.name)))
     replace_entry(path, new, old)
     assert calls == [
-        ("sync", "below"),
         ("sync", "new"),
+        ("sync", "below"),
         ("rename", "path", "old"),
         ("rename", "new", "path"),
         ("sync", tmp_path.name),

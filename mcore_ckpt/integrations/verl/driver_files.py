@@ -88,16 +88,14 @@ def put_back(step_path: Path) -> None:
     for name in sorted({_QUEUE, *(path.partition("/")[0] for path in paths)}):
         own = [path for path in paths if path.partition("/")[0] == name]
         is_same = _files_in({name: step_path / name}).keys() == set(own)
-        if is_same and all(committed.is_same(path, step_path / path) for path in own):
-            _remove_leftovers(step_path, name)
-        else:
+        _remove_leftovers(step_path, name)
+        if not (is_same and all(committed.is_same(path, step_path / path) for path in own)):
             done = "replaced by the committed copy, because it differs" if own else "removed: it is not committed"
             logger.warning("%s: is %s", step_path / name, done)
             _replace(step_path, name, own, committed)
 
 
 def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader) -> None:
-    _remove_leftovers(step_path, name)
     new, old = _places_beside(step_path, name)
     for path in paths:
         target = new / path
