@@ -17,7 +17,7 @@ from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTy
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
-from mcore_ckpt.preemption.last_save import MARGIN, LastSave, Stopped
+from mcore_ckpt.preemption.last_save import MARGIN, LastSave, Stopped, time_for_waits
 from mcore_ckpt.preemption.pace import Pace
 from mcore_ckpt.preemption.requests import Signals, StopRequest, TriggerFile
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -90,16 +90,17 @@ class PreemptionGuard:
             check_value("training_ends_in_s", training_ends_in_s, float | None, {"above": 0, "of": "seconds"})
         check_value("exit_status", exit_status, int, {"least": 0})
         control = manager.save_control()
-        self._rank_0 = control.agreement.is_coordinator
+        self._rank_0, self._control = control.agreement.is_coordinator, control
         # This agreement has its own client of the store, and does not watch disks. So training goes on if a disk hangs.
         self._open = control.open_own
         self._agreement: Agreement | None = None
         self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
         self._exit_status = exit_status
-        self._signals = Signals(_checked_signals(signals))
+        self._signals = Signals(_checked_signals(signals), self._limit_waits)
         self._file = None
         if trigger_file is not None and self._rank_0:
-            self._file = TriggerFile(local_path(trigger_file, "trigger_file").absolute(), deadline_s)
+            path = local_path(trigger_file, "trigger_file").absolute()
+            self._file = TriggerFile(path, deadline_s, self._limit_waits)
         self._has_file, self._has_been_entered = trigger_file is not None, False
         self._end: EndTime | None = None
         self._last_save = LastSave(control, save or (lambda step: manager.save(step, extra_state)), save_takes_s)
@@ -220,6 +221,21 @@ class PreemptionGuard:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.exit_status)
+
+    def _limit_waits(self, request: StopRequest) -> None:
+        """Ends this rank's waits for other ranks before its machine goes. The other ranks then give up, too.
+
+        Called at the request, by a signal handler or on the thread of the trigger file, because this rank may be
+        waiting for a dead rank already: in the training's own save, or in `should_stop`. Later waits are not limited:
+        if the machine is still there, `deadline_s` was too short.
+        """
+        if self._deadline_s is None:
+            return
+        seconds = time_for_waits(request.at + self._deadline_s - time.monotonic())
+        self._control.limit_waits(seconds, even_later=False)
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.limit_waits(seconds, even_later=False)
 
     def _ask(self, agreement: Agreement, step: int) -> Record:
         """Asks all ranks. Returns the reason to stop (None: none), the time left, and how many calls to pass over."""

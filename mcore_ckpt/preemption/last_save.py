@@ -115,6 +115,11 @@ def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
     return f"{what} takes about {takes_s:.1f} s, but only {max(0.0, left_s):.1f} s are left"
 
 
+def time_for_waits(left_s: float) -> float:
+    """Returns for how many seconds this rank may wait if its machine goes in `left_s` seconds."""
+    return max(0.0, left_s - min(_MOST_TO_END_S, left_s * _SHARE_TO_END))
+
+
 class LastSave:
     """The last save of a manager.
 
@@ -148,7 +153,10 @@ class LastSave:
         saved: str | None = None
         try:
             self._end_save_under_way()
-            choice = self._choose_together(step)
+            if left_s is not None and left_s <= 0:  # the same on all ranks: a wait for them would end at once
+                choice = Choice(self._saved_already(step), False, "no time is left")
+            else:
+                choice = self._choose_together(step)
             if choice.is_new:
                 self._destination.choose_next(choice.how == DURABLE)
                 saved = self._await(self._save(step))
@@ -163,7 +171,7 @@ class LastSave:
     def _limit(self, left_s: float | None) -> None:
         if left_s is None:
             return
-        seconds = max(0.0, left_s - min(_MOST_TO_END_S, left_s * _SHARE_TO_END))
+        seconds = time_for_waits(left_s)
         self._ends_at = time.monotonic() + seconds
         self._control.limit_waits(seconds)
 
@@ -188,11 +196,9 @@ class LastSave:
         """Chooses with all ranks what to save. Raises AgreementError if a rank is missing."""
 
         def work() -> Record:
-            newest = self._background.newest_of_step
-            is_of_step = newest is not None and newest.step == step
             return {
                 "busy": self._background.busy,
-                "saved": _how_saved(newest, self._destination.has_nodes) if newest and is_of_step else None,
+                "saved": self._saved_already(step),
                 "left": None if self._ends_at == math.inf else self._left_s,
             }
 
@@ -207,6 +213,11 @@ class LastSave:
             return vars(choose(left_s, self.times, saved, *places))
 
         return Choice(**decide(self._control.agreement, f"choosing how to save step {step}", work, combine))
+
+    def _saved_already(self, step: int) -> str | None:
+        newest = self._background.newest_of_step
+        is_of_step = newest is not None and newest.step == step
+        return _how_saved(newest, self._destination.has_nodes) if newest and is_of_step else None
 
     def _await(self, handle: SaveHandle) -> str | None:
         """Waits for a save and for the copies that make it safe, as long as there is time.

@@ -1,7 +1,7 @@
 """Listens for requests to stop a training: signals, and a file that any process may make.
 
-A signal handler only notes the signal. The handler logs nothing and takes no lock, because it may interrupt a save, a
-log record or a lock's owner.
+A signal handler notes the signal and limits waits. The handler logs nothing and takes no lock, because it may interrupt
+a save, a log record or a lock's owner.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +45,14 @@ class Signals:
 
     Args:
         numbers: the signals.
+        heard: called with the first request, by the signal handler: it takes no lock.
 
     Attributes:
         first: the first signal that has come; None before.
     """
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._numbers = tuple(numbers)
+    def __init__(self, numbers: Sequence[int], heard: Callable[[StopRequest], object] = bool) -> None:
+        self._numbers, self._heard = tuple(numbers), heard
         self._before: dict[int, Any] = {}
         self._home, self._is_active = Home(), False
         self._complained: set[int] = set()
@@ -118,6 +119,7 @@ class Signals:
             return
         if self.first is None:
             self.first = StopRequest(_name(number), time.monotonic())
+            self._heard(self.first)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -142,13 +144,14 @@ class TriggerFile:
         path: the file.
         deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that is older than
             this at `start` was made before this start of the training, and does not count.
+        heard: called with the request, on the thread that looks.
 
     Attributes:
         found: the request, once the file has been seen; None before.
     """
 
-    def __init__(self, path: Path, deadline_s: float | None) -> None:
-        self._path, self._deadline_s = path, deadline_s
+    def __init__(self, path: Path, deadline_s: float | None, heard: Callable[[StopRequest], object] = bool) -> None:
+        self._path, self._deadline_s, self._heard = path, deadline_s, heard
         self._over = threading.Event()
         self._old: tuple[int, int] | None = None
         self.found: StopRequest | None = None
@@ -194,3 +197,4 @@ class TriggerFile:
             began = time.monotonic() - age
         if mark != self._old:
             self.found = StopRequest(f"the file {self._path}", began)
+            self._heard(self.found)

@@ -29,6 +29,10 @@ RANKS_AT_ONCE = 256
 # must still be waiting when rank 0 tells them.
 EXTRA_WAIT_S = 1.5
 
+# If the machine is expected to go within this time (seconds), a wait that begins now is not shortened any more: a rank
+# that comes a moment before the machine's end would give up other ranks, which come a moment later.
+SHORTEST_WAIT_S = 1.0
+
 # How long the processes of a command wait for each other before they log that they wait (seconds).
 NOTICE_S = 3.0
 

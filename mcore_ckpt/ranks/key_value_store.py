@@ -36,9 +36,21 @@ _NO_VALUE = "-"
 
 @dataclass
 class WaitLimit:
-    """The time, by `time.monotonic()`, at which every wait ends, even if its own deadline is later."""
+    """When waits end even if their own deadlines are later. The times are those of `time.monotonic()`.
+
+    Attributes:
+        at: every wait ends at this time.
+        expected_at: the machine is expected to go at this time, so a wait ends then. It does not limit waits that begin
+            later: the machine is still there, so the time was wrong.
+    """
 
     at: float = math.inf
+    expected_at: float = math.inf
+
+    def end_of(self, began: float) -> float:
+        """Returns when a wait that began at `began` must end."""
+        counts = began < self.expected_at - deadlines.SHORTEST_WAIT_S
+        return min(self.at, self.expected_at) if counts else self.at
 
 
 def encode(message: Message) -> bytes:
@@ -172,7 +184,7 @@ def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLi
     longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
         now = time.monotonic()
-        left = min(deadline, limit.at) - now
+        left = min(deadline, limit.end_of(started)) - now
         if left <= 0:
             return False
         time.sleep(min(max(shortest, (now - started) / 10), longest, left))
@@ -202,17 +214,22 @@ def timeout_of(rank: int, timeout_s: float) -> float:
     return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.EXTRA_WAIT_S)
 
 
-def silence_of(topic: str, ranks: Sequence[int], timeout_s: float) -> str:
-    """Returns an error message for ranks that are silent."""
+def silence_of(topic: str, ranks: Sequence[int], waited_s: float, timeout_s: float | None = None) -> str:
+    """Returns an error message for ranks that are silent.
+
+    `waited_s` is shorter than `timeout_s` if this process or its machine ends soon. None: the wait was not shortened.
+    """
+    is_short = timeout_s is not None and waited_s < timeout_s
+    hint = ". This process had no more time to wait" if is_short else ". If the rank was only slow, raise timeout_s"
     return (
-        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {timeout_s:g} s. A silent rank is dead or "
-        "stuck: look at its log. If the rank was only slow, raise timeout_s"
+        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {waited_s:g} s. A silent rank is dead or "
+        f"stuck: look at its log{hint}"
     )
 
 
-def silence_of_rank_0(topic: str, rank: int, timeout_s: float) -> str:
+def silence_of_rank_0(topic: str, rank: int, waited_s: float) -> str:
     """Returns an error message for `rank`, which has waited for rank 0 in vain."""
     return (
-        f"{topic}: rank {rank} waited {timeout_s:g} s for rank 0, which is dead or stuck, or is itself waiting. "
+        f"{topic}: rank {rank} waited {waited_s:g} s for rank 0, which is dead or stuck, or is itself waiting. "
         "Look at rank 0's log"
     )

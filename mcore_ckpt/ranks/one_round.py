@@ -71,7 +71,8 @@ class Round:
         self._limit = limit
         self._home = Home()
         self._timeout_s = timeout_of(rank, timeout_s)
-        self._deadline = time.monotonic() + self._timeout_s
+        self._waits_since = time.monotonic()
+        self._deadline = self._waits_since + self._timeout_s
 
     @property
     def is_here(self) -> bool:
@@ -86,9 +87,15 @@ class Round:
         """Moves the deadline to `seconds` from now, unless the deadline is earlier already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
+    @property
+    def _waited_s(self) -> float:
+        """For how many seconds this rank has waited since its own work ended, but not more than the timeout."""
+        return min(self._timeout_s, round(time.monotonic() - self._waits_since, 1))
+
     def restart_deadline(self) -> None:
         """Restarts the deadline. Called when a rank has finished its own work, such as writing its files."""
-        self._deadline = time.monotonic() + self._timeout_s
+        self._waits_since = time.monotonic()
+        self._deadline = self._waits_since + self._timeout_s
 
     def submit(self, record: Record) -> None:
         """Submits this rank's record."""
@@ -109,19 +116,17 @@ class Round:
         """
         if not self.is_over:
             self.fail(error)  # replaces the record, which rank 0 may have read already
-            outcome = self._set_outcome({"error": to_record(error, self._rank)})
+            outcome = self._give_up(to_record(error, self._rank))
             self.restart_deadline()
-            done = f"{self.prefix}/done"
-            if "error" in outcome or not self._wait(lambda: self._store.check([done])):
+            if "error" in outcome or not self._wait(self._is_done):
                 return None
-        message = unpack(self._store.get(f"{self.prefix}/done"))
-        self.is_over = True
-        return message.get("record")
+        return self._read_done().get("record")
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
         """Returns the records of all ranks, in the order of the ranks. Called only on rank 0.
 
         Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
+        If a rank gives up before, raises that rank's error at once.
         """
         keys = _submission_keys(self.prefix, self._world_size)
         messages: list[Record] = []
@@ -131,7 +136,9 @@ class Round:
             messages.extend(map(unpack, self._store.multi_get(list(there))))
 
         # Most messages are read and decoded while rank 0 waits for the last rank.
-        self.has_all_submissions = self._wait(all_there(self._store, keys, receive))
+        has_all = all_there(self._store, keys, receive)
+        self._wait(lambda: has_all() or self.given_up() is not None)
+        self.has_all_submissions = has_all()
         if not self.has_all_submissions:
             left = keys[len(messages) :]
             absent = set(missing(self._store, left))
@@ -141,6 +148,8 @@ class Round:
             more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
             raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
         if not self.has_all_submissions:
+            if error := self.given_up():
+                raise from_record(error, default)
             raise default(self._silence(keys))
         return [message["record"] for message in messages]
 
@@ -149,7 +158,7 @@ class Round:
         rank_0_lives = has_any(self._store, keys[0], waiting_key(self.prefix, 0))
         if rank_0_lives and not self._store.check(keys):
             return self._silence(keys)
-        return silence_of_rank_0(self._topic, self._rank, self._timeout_s)
+        return silence_of_rank_0(self._topic, self._rank, self._waited_s)
 
     def _silence(self, keys: Sequence[str]) -> str:
         absent = set(missing(self._store, keys))
@@ -158,7 +167,7 @@ class Round:
         # error names all.
         waiting = [rank for rank in silent if self._store.check([waiting_key(self.prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
-        return silence_of(self._topic, silent, self._timeout_s)
+        return silence_of(self._topic, silent, self._waited_s, self._timeout_s)
 
     def claim(self, default: type[CheckpointError]) -> None:
         """Sets the outcome to "rank 0 continues". From then on no rank can give up. Called only on rank 0.
@@ -191,24 +200,49 @@ class Round:
         stays silent, only the disk shows what it did. Raises the error that rank 0 announces, or `default` if rank 0 is
         silent.
         """
-        done = f"{self.prefix}/done"
-        if not self._wait(lambda: self._store.check([done])):
-            outcome = self._outcome_so_far() or self._set_outcome(
-                {"error": {"type": default.__name__, "message": self._why_nothing_came()}}
+        if not self._wait(self._is_done):
+            outcome = self._outcome_so_far() or self._give_up(
+                {"type": default.__name__, "message": self._why_nothing_came()}
             )
             if "error" in outcome:
                 raise from_record(outcome["error"], default)
             self.restart_deadline()
-            if not self._wait(lambda: self._store.check([done])):
+            if not self._wait(self._is_done):
                 raise default(
                     f"{self._why_nothing_came()}. Rank 0 had begun to act, so only the disk shows what it did"
                 )
-        message = unpack(self._store.get(done))
-        self.is_over = True
+        message = self._read_done()
         if "error" in message:
             first: Record = (self._outcome_so_far() or message).get("error") or message["error"]
             raise from_record(first, default)
         return message["record"]
+
+    def _is_done(self) -> bool:
+        there: bool = self._store.check([f"{self.prefix}/done"])
+        return there
+
+    def _read_done(self) -> Record:
+        """Returns what was announced. It waits for an announcement if there is none."""
+        message = unpack(self._store.get(f"{self.prefix}/done"))
+        # If another rank has given up, rank 0 may still have to read this rank's submission.
+        self.is_over = not message.get("is_given_up", False)
+        return message
+
+    def given_up(self) -> Record | None:
+        """Returns the error of the rank that has given up, or of rank 0 if it has failed the round, or None."""
+        return (self._outcome_so_far() or {}).get("error")
+
+    def _give_up(self, error: Record) -> Record:
+        """Sets the outcome to `error`, unless it is set already. Called on all ranks except rank 0.
+
+        If this rank was the first, it also announces the error, because the other ranks may have to wait much longer:
+        this rank may be the only one that knows that its machine goes soon. Returns the outcome.
+        """
+        message = {"error": error}
+        outcome = self._set_outcome(message)
+        if outcome == message:
+            self._put(f"{self.prefix}/done", message | {"is_given_up": True})
+        return outcome
 
     def _outcome_so_far(self) -> Record | None:
         key = f"{self.prefix}/outcome"

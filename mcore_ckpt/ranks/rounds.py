@@ -216,17 +216,26 @@ class Agreement:
     def take(self, key: str, rank: int) -> Record:
         """Waits for the record that `rank` gives in the present round, and returns the record.
 
-        Raises CommitError if that rank has failed, has died, is late, or submits without having given the record.
+        Raises CommitError if that rank has failed, has died, is late, or submits without having given the record, or if
+        another rank has given up.
         """
-        given, submitted = self._given_key(key, rank), submission_key(self._begun[-1].prefix, rank)
+        round_ = self._begun[-1]
+        given, submitted = self._given_key(key, rank), submission_key(round_.prefix, rank)
         # All calls of `take` in a round share one deadline, because the other ranks give up after one timeout.
         self._take_until = min(self._take_until, time.monotonic() + self._timeout_s)
-        waiting = waiting_key(self._begun[-1].prefix, self.rank)
+        waiting = waiting_key(round_.prefix, self.rank)
         self._store.set(waiting, str(rank))
         self._given.append(waiting)
-        ready = partial(has_any, self._store, given, submitted)
+        began = time.monotonic()
+
+        def ready() -> bool:
+            return has_any(self._store, given, submitted) or round_.given_up() is not None
+
         if not poll(ready, self.world_size, self._take_until, self._limit):
-            raise CommitError(silence_of(key, [rank], self._timeout_s))
+            waited_s = min(self._timeout_s, round(time.monotonic() - began, 1))
+            raise CommitError(silence_of(key, [rank], waited_s, self._timeout_s))
+        if not has_any(self._store, given, submitted) and (error := round_.given_up()):
+            raise from_record(error, CommitError)
         if not self._store.check([given]):
             if error := unpack(self._store.get(submitted)).get("error"):
                 raise from_record(error, CommitError)
@@ -273,12 +282,21 @@ class Agreement:
                 self._store.delete_key(key)
         self._store.delete_key(left)
 
-    def limit_waits(self, seconds: float) -> None:
+    def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         """Ends all present and future waits within `seconds` from now, or earlier if an earlier call says so.
 
-        Called when the interpreter exits, and when the machine is about to be taken from the training.
+        Called when the interpreter exits, and when the machine is about to be taken from the training. A signal handler
+        may call it: it takes no lock.
+
+        Args:
+            seconds: how long waits may last from now.
+            even_later: False if waits that begin after that time are not limited.
         """
-        self._limit.at = min(self._limit.at, time.monotonic() + seconds)
+        at = time.monotonic() + seconds
+        if even_later:
+            self._limit.at = min(self._limit.at, at)
+        else:
+            self._limit.expected_at = min(self._limit.expected_at, at)
 
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1].prefix}/given/{rank}/{key}"

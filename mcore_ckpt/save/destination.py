@@ -167,5 +167,8 @@ class Destination(Protocol):
         If the next save is durable, this first waits for an earlier step that is being copied to the root.
         """
 
-    def limit_waits(self, seconds: float) -> None:
-        """Limits the waits for other ranks after a commit: each wait ends within `seconds` from now."""
+    def limit_waits(self, seconds: float, even_later: bool = True) -> None:
+        """Limits the waits for other ranks after a commit: each wait ends within `seconds` from now.
+
+        See `Agreement.limit_waits`.
+        """

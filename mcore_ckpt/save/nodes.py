@@ -112,9 +112,9 @@ class Nodes:
             self._fast.drains.wait()
         self._fast.next_is_durable = durable
 
-    def limit_waits(self, seconds: float) -> None:
+    def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         for agreement in self._fast.agreements:
-            agreement.limit_waits(seconds)
+            agreement.limit_waits(seconds, even_later)
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,7 +80,7 @@ class Root:
     def choose_next(self, durable: bool) -> None:
         pass
 
-    def limit_waits(self, seconds: float) -> None:
+    def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         pass
 
     def interrupted(self, attempt: Attempt) -> None:

@@ -28,8 +28,11 @@ class SaveControl:
     destination: Destination
     open_own: Callable[[], Agreement]
 
-    def limit_waits(self, seconds: float) -> None:
-        """Limits every wait for other ranks or for copies of a step: each wait ends within `seconds` from now."""
-        self.agreement.limit_waits(seconds)
-        self.commits.limit_waits(seconds)
-        self.destination.limit_waits(seconds)
+    def limit_waits(self, seconds: float, even_later: bool = True) -> None:
+        """Limits every wait for other ranks or for copies of a step: each wait ends within `seconds` from now.
+
+        See `Agreement.limit_waits`.
+        """
+        self.agreement.limit_waits(seconds, even_later)
+        self.commits.limit_waits(seconds, even_later)
+        self.destination.limit_waits(seconds, even_later)

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
-from mcore_ckpt.errors import AgreementError, InvalidArgumentError, InvalidStateError
+from mcore_ckpt.errors import AgreementError, CommitError, InvalidArgumentError, InvalidStateError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.preemption import PreemptionGuard, Stopped, requests
 from mcore_ckpt.save.rank_files import RankFiles
@@ -191,6 +192,55 @@ def test_without_time_the_newest_complete_step_remains(
             with everywhere():
                 assert late.stopped == Stopped(last, "SIGTERM on rank 0", None)
         dist.barrier()
+        error_of(manager.close)
+
+
+@pytest.mark.parametrize("waits_in", ["should_stop", "save"])
+def test_a_rank_whose_machine_goes_waits_for_a_dead_rank_only_until_then(waits_in: str, shared_path: Path) -> None:
+    """The other ranks, which have heard of no request, wait no longer. Rank 0 is dead, until rank 1 is back."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = manager_of(training, shared_path)
+        with PreemptionGuard(manager, deadline_s=3.0) as guard:
+            wait = guard.should_stop if waits_in == "should_stop" else manager.save
+            began, raised = time.monotonic(), None
+            if dist.get_rank() == 1:
+                # The request comes while this rank waits.
+                threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+                raised = error_of(lambda: wait(1))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                raised = error_of(lambda: wait(1))
+            seconds = time.monotonic() - began
+            with everywhere():
+                assert isinstance(raised, AgreementError if waits_in == "should_stop" else CommitError)
+                assert "rank 1 waited" in str(raised)
+                assert seconds < 30.0, "the timeout is 60 s"
+                assert not guard.stopped
+        error_of(manager.close)
+
+
+def test_if_the_machine_outlives_its_deadline_the_training_still_stops_at_one_step(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step may take longer than the deadline. Then nothing more is saved, and nobody gives up another rank."""
+    caplog.set_level(logging.WARNING)
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = manager_of(training, shared_path)
+        with PreemptionGuard(manager, deadline_s=0.1) as guard:
+            if dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGTERM)
+            while guard.is_requested and time.monotonic() < guard._signals.first.at + 0.2:
+                pass
+            dist.barrier()
+            manager.save(1)
+            with everywhere():
+                assert guard.should_stop(2)
+                assert guard.stopped == Stopped(2, "SIGTERM on rank 1", None)
+        assert steps_in(shared_path) == [1]
+        if dist.get_rank() == 0:
+            assert "step 2 is not saved, so the newest complete step remains: no time is left" in caplog.text
         error_of(manager.close)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import math
 import os
 import random
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.ranks import deadlines
-from mcore_ckpt.ranks.key_value_store import all_there
+from mcore_ckpt.ranks.key_value_store import WaitLimit, all_there
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere
 from tests.support.rank_threads import SLACK_S, on_threads
 from tests.support.waiting import LONG_S
@@ -295,6 +296,51 @@ def test_who_waits_for_another_is_not_the_one_to_look_at(seats: Seats) -> None:
 
     results = together([lambda: decide(rank_0, TOPIC, take, dict, CommitError), late])
     assert "no word from rank 2" in str(results[1])
+
+
+@mostly_tcp
+@pytest.mark.parametrize(("hurried", "dead"), [(0, 2), (1, 2), (1, 0)])
+def test_if_one_rank_has_no_time_nobody_waits_longer_than_that_rank(seats: Seats, hurried: int, dead: int) -> None:
+    """The machine of one rank goes soon, and another rank is dead. The third rank knows of neither."""
+    agreements = seats(LONG_S)
+    agreements[hurried].limit_waits(SHORT_S)
+    started = time.monotonic()
+    found = messages(round_of([each for each in agreements if each.rank != dead], lambda rank: {}), CommitError)
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+    for message in found:
+        if dead == 0:
+            assert "rank 1 waited 0.5 s for rank 0" in message
+        else:
+            assert "no word from rank 2 within 0.5 s" in message
+            assert "This process had no more time to wait" in message
+    # The dead rank was only slow: it hears of the failure, and the next round is as usual.
+    messages(round_of([agreements[dead]], lambda rank: {}), CommitError)
+    agreements[hurried]._limit.at = math.inf
+    everyone = {"all": [{"rank": rank} for rank in range(WORLD)]}
+    assert round_of(agreements, lambda rank: {"rank": rank}) == [everyone] * WORLD
+
+
+@mostly_tcp
+def test_who_takes_a_part_hears_that_another_rank_has_given_up(seats: Seats) -> None:
+    rank_0, rank_1, _ = seats(LONG_S)
+    rank_1.limit_waits(SHORT_S)
+    take = functools.partial(rank_0.take, "a part", 2)
+    started = time.monotonic()
+    results = together(
+        [functools.partial(decide, each, TOPIC, work, dict) for each, work in ((rank_0, take), (rank_1, dict))]
+    )
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+    assert "no word from rank 2" in messages(results, AgreementError)[1]
+
+
+def test_a_wait_that_begins_after_the_expected_end_is_not_limited() -> None:
+    """The machine is still there, so the time that was given for it was too short."""
+    limit = WaitLimit()
+    assert limit.end_of(began=7.0) == math.inf
+    limit.expected_at = 10.0
+    assert [limit.end_of(began) for began in (0.0, 8.9, 9.1, 11.0)] == [10.0, 10.0, math.inf, math.inf]
+    limit.at = 12.0
+    assert [limit.end_of(began) for began in (0.0, 9.1, 11.0)] == [10.0, 12.0, 12.0]
 
 
 def test_parts_are_taken_until_one_deadline(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
