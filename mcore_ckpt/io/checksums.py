@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import threading
@@ -16,10 +15,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from mcore_ckpt.io import _native, tuning
-from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.io.threads import results_of
 
 # A function that is called with the number of bytes that were just read or written.
 Progress = Callable[[int], object]
@@ -59,8 +59,6 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress: called from several threads, each time with the number of bytes just read.
     """
     pieces = [list(_pieces(path, nbytes)) for path, nbytes in files]
-    numbered = list(enumerate(itertools.chain.from_iterable(pieces)))
-    crcs: dict[int, int | OSError] = {}
     own = threading.local()
 
     def crc_of(piece: _Piece) -> int | OSError:
@@ -73,13 +71,8 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress(piece.nbytes)
         return _native.crc32(own.buffer.address, piece.nbytes)
 
-    def check(item: tuple[int, _Piece]) -> None:
-        number, piece = item
-        crcs[number] = crc_of(piece)
-
-    # `for_each` starts threads that a `DiskWatch` sees. It does not see the threads of an executor.
-    for_each(numbered, check, min(tuning.IO_THREADS, len(numbered)))
-    found = (crcs[number] for number, _ in numbered)
+    # A `DiskWatch` sees these threads. It does not see the threads of an executor.
+    found = iter(results_of(list(chain.from_iterable(pieces)), crc_of, tuning.IO_THREADS, are_long=True))
     return [_combine([(piece, next(found)) for piece in of_file]) for of_file in pieces]
 
 

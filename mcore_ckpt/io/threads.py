@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Starting a thread takes longer than a few calls to a local file system.
-_ITEMS_OF_A_THREAD = 8
+_SHORT_ITEMS_OF_A_THREAD = 8
 
 _this_thread = threading.local()
 
@@ -87,17 +87,19 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
     return workers
 
 
-def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
+def results_of(
+    items: Sequence[Item], work: Callable[[Item], Result], threads: int, are_long: bool = False
+) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    Starts no threads for a few items, or if the calling thread was started by this module. Raises failures as
-    `for_each` does.
+    Starts no threads if the calling thread was started by this module, or for a few items, unless they `are_long`: one
+    takes much longer than to start a thread. Raises failures as `for_each` does.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)
         [10, 20]
     """
-    threads = min(threads, len(items) // _ITEMS_OF_A_THREAD)
+    threads = min(threads, len(items) // (1 if are_long else _SHORT_ITEMS_OF_A_THREAD))
     if threads < 2 or getattr(_this_thread, "is_worker", False):
         return [work(item) for item in items]
     results: dict[int, Result] = {}

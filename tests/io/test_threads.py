@@ -49,6 +49,11 @@ def test_a_few_items_start_no_thread() -> None:
     assert results_of([1, 2, 3], lambda _: threading.get_ident(), threads=8) == [threading.get_ident()] * 3
 
 
+def test_a_few_long_items_overlap() -> None:
+    together = threading.Barrier(2, timeout=60)
+    assert len(results_of([1, 2], lambda _: together.wait(), threads=8, are_long=True)) == 2
+
+
 def test_a_failure_is_raised_and_not_lost_among_results() -> None:
     def fails_once(number: int) -> int:
         if number == 500:
