@@ -212,7 +212,7 @@ class Copies:
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
         missing = [position for position in manifest.placement.files_on(self._tier.number) if position not in here]
-        deadline = time.monotonic() + self._agreement.timeout_s * 3 / 4
+        deadline = time.monotonic() + self._agreement.shortened(self._agreement.timeout_s * 3 / 4)
         fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
         problems = [
             problem for problem in results_of(missing, fetch, tuning.PEER_THREADS, are_long=True) if problem is not None

@@ -142,7 +142,7 @@ def commit_on_nodes(
 
     def receive() -> Record:
         if tier.is_lead and not agreement.is_coordinator:
-            data = tier.receive(attempt.number, agreement.timeout_s / 2)
+            data = tier.receive(attempt.number, agreement.shortened(agreement.timeout_s / 2))
             tier.lock.take(patience_s=0)
             _place_manifest(attempt, tier, data)
         return {}

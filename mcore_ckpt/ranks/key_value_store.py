@@ -171,10 +171,13 @@ def has_any(store: Any, *keys: str) -> bool:
     return any(store.check([key]) for key in keys)
 
 
-def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit) -> bool:
+def poll(
+    ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit, began: float | None = None
+) -> bool:
     """Calls `ready` until it returns True. Returns False if the deadline or the limit passes first.
 
-    `pollers` is the number of ranks that may poll the store at the same time, and slow each other down.
+    `pollers` is the number of ranks that may poll the store at the same time, and slow each other down. `began`: when
+    the first of several waits for the same thing began (`time.monotonic()`); None: now.
 
     Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
     """
@@ -184,7 +187,7 @@ def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLi
     longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
         now = time.monotonic()
-        left = min(deadline, limit.end_of(started)) - now
+        left = min(deadline, limit.end_of(started if began is None else began)) - now
         if left <= 0:
             return False
         time.sleep(min(max(shortest, (now - started) / 10), longest, left))
@@ -214,22 +217,21 @@ def timeout_of(rank: int, timeout_s: float) -> float:
     return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.EXTRA_WAIT_S)
 
 
-def silence_of(topic: str, ranks: Sequence[int], waited_s: float, timeout_s: float | None = None) -> str:
+def silence_of(topic: str, ranks: Sequence[int], waited_s: float, is_short: bool = False) -> str:
     """Returns an error message for ranks that are silent.
 
-    `waited_s` is shorter than `timeout_s` if this process or its machine ends soon. None: the wait was not shortened.
+    `is_short`: a rank gave up before the timeout, because its process or its machine ends soon.
     """
-    is_short = timeout_s is not None and waited_s < timeout_s
-    hint = ". This process had no more time to wait" if is_short else ". If the rank was only slow, raise timeout_s"
-    return (
-        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {waited_s:g} s. A silent rank is dead or "
-        f"stuck: look at its log{hint}"
-    )
+    silent = f"{topic}: no word from rank {', '.join(map(str, ranks))} within {waited_s:g} s"
+    advice = "A silent rank is dead or stuck: look at its log"
+    if is_short:
+        return f"{silent}, and a rank that waits has no time left. {advice}"
+    return f"{silent}. {advice}. If the rank was only slow, raise timeout_s"
 
 
-def silence_of_rank_0(topic: str, rank: int, waited_s: float) -> str:
-    """Returns an error message for `rank`, which has waited for rank 0 in vain."""
-    return (
-        f"{topic}: rank {rank} waited {waited_s:g} s for rank 0, which is dead or stuck, or is itself waiting. "
-        "Look at rank 0's log"
-    )
+def silence_of_rank_0(topic: str, rank: int, waited_s: float, is_short: bool = False) -> str:
+    """Returns an error message for `rank`, which has waited for rank 0 in vain. For `is_short` see `silence_of`."""
+    waited = f"{topic}: rank {rank} waited {waited_s:g} s for rank 0"
+    if is_short:
+        return f"{waited}, and has no time left. Look at rank 0's log: it may be dead, stuck, at work, or waiting, too"
+    return f"{waited}, which is dead or stuck, or is itself waiting. Look at rank 0's log"

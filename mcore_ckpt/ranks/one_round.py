@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ class Round:
         timeout_s: float,
         limit: WaitLimit,
         name: str | None = None,
+        outer: Round | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -71,8 +73,9 @@ class Round:
         self._limit = limit
         self._home = Home()
         self._timeout_s = timeout_of(rank, timeout_s)
-        self._waits_since = time.monotonic()
-        self._deadline = self._waits_since + self._timeout_s
+        self._deadline = time.monotonic() + self._timeout_s
+        self._outer, self._first_wait = outer, math.inf
+        self._submitted_at = math.inf
 
     @property
     def is_here(self) -> bool:
@@ -87,15 +90,24 @@ class Round:
         """Moves the deadline to `seconds` from now, unless the deadline is earlier already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-    @property
-    def _waited_s(self) -> float:
-        """For how many seconds this rank has waited since its own work ended, but not more than the timeout."""
-        return min(self._timeout_s, round(time.monotonic() - self._waits_since, 1))
+    def first_wait(self) -> float:
+        """Returns when this rank first waited in this round, or in the round around it; now if it has not.
+
+        A limit that ends one wait of a round must end the following ones, too.
+        """
+        began = time.monotonic() if self._outer is None else self._outer.first_wait()
+        self._first_wait = min(self._first_wait, began)
+        return self._first_wait
+
+    def _waited(self) -> tuple[float, bool]:
+        """Returns for how many seconds this rank has waited since its own work ended, and whether it was cut short."""
+        if time.monotonic() >= self._deadline:
+            return self._timeout_s, False
+        return round(max(0.0, time.monotonic() - self._submitted_at), 1), True
 
     def restart_deadline(self) -> None:
         """Restarts the deadline. Called when a rank has finished its own work, such as writing its files."""
-        self._waits_since = time.monotonic()
-        self._deadline = self._waits_since + self._timeout_s
+        self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:
         """Submits this rank's record."""
@@ -107,7 +119,7 @@ class Round:
 
     def _submit(self, message: Record) -> None:
         self._put(submission_key(self.prefix, self._rank), message)
-        self.has_submitted = True
+        self.has_submitted, self._submitted_at = True, time.monotonic()
 
     def leave(self, error: BaseException) -> Record | None:
         """Fails the round, because `error` has interrupted this rank. Called on all ranks except rank 0.
@@ -158,7 +170,7 @@ class Round:
         rank_0_lives = has_any(self._store, keys[0], waiting_key(self.prefix, 0))
         if rank_0_lives and not self._store.check(keys):
             return self._silence(keys)
-        return silence_of_rank_0(self._topic, self._rank, self._waited_s)
+        return silence_of_rank_0(self._topic, self._rank, *self._waited())
 
     def _silence(self, keys: Sequence[str]) -> str:
         absent = set(missing(self._store, keys))
@@ -167,7 +179,7 @@ class Round:
         # error names all.
         waiting = [rank for rank in silent if self._store.check([waiting_key(self.prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
-        return silence_of(self._topic, silent, self._waited_s, self._timeout_s)
+        return silence_of(self._topic, silent, *self._waited())
 
     def claim(self, default: type[CheckpointError]) -> None:
         """Sets the outcome to "rank 0 continues". From then on no rank can give up. Called only on rank 0.
@@ -193,16 +205,18 @@ class Round:
         self._put(f"{self.prefix}/done", message)
         return None if earlier == message["error"] else earlier
 
-    def outcome(self, default: type[CheckpointError]) -> Record:
+    def outcome(self, default: type[CheckpointError], own: BaseException | None = None) -> Record:
         """Waits for the record that rank 0 announces, and returns it. Called on all ranks except rank 0.
 
         If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
         stays silent, only the disk shows what it did. Raises the error that rank 0 announces, or `default` if rank 0 is
-        silent.
+        silent. If this rank has failed with `own` and has no time to wait, that error is the outcome.
         """
         if not self._wait(self._is_done):
             outcome = self._outcome_so_far() or self._give_up(
-                {"type": default.__name__, "message": self._why_nothing_came()}
+                to_record(own, self._rank)
+                if own is not None and self._waited()[1]
+                else {"type": default.__name__, "message": self._why_nothing_came()}
             )
             if "error" in outcome:
                 raise from_record(outcome["error"], default)
@@ -235,13 +249,12 @@ class Round:
     def _give_up(self, error: Record) -> Record:
         """Sets the outcome to `error`, unless it is set already. Called on all ranks except rank 0.
 
-        If this rank was the first, it also announces the error, because the other ranks may have to wait much longer:
-        this rank may be the only one that knows that its machine goes soon. Returns the outcome.
+        Announces an error that is the outcome, because the other ranks may have to wait much longer: this rank may be
+        the only one that knows that its machine goes soon. Returns the outcome.
         """
-        message = {"error": error}
-        outcome = self._set_outcome(message)
-        if outcome == message:
-            self._put(f"{self.prefix}/done", message | {"is_given_up": True})
+        outcome = self._set_outcome({"error": error})
+        if "error" in outcome and not self._is_done():
+            self._put(f"{self.prefix}/done", outcome | {"is_given_up": True})
         return outcome
 
     def _outcome_so_far(self) -> Record | None:
@@ -259,4 +272,4 @@ class Round:
     def _wait(self, ready: Callable[[], bool]) -> bool:
         # Only rank 0 waits for submissions. All other ranks wait for rank 0's outcome at the same time.
         pollers = 1 if self._rank == 0 else self._world_size
-        return poll(ready, pollers, self._deadline, self._limit)
+        return poll(ready, pollers, self._deadline, self._limit, self.first_wait())

@@ -165,7 +165,8 @@ class Agreement:
         number, calls = (self._rounds or 0) + 1, self._calls + (self._rounds is None)
         prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"
         wait = self._timeout_s if timeout_s is None else timeout_s
-        round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name)
+        outer = next((each for each in self._begun if not each.has_submitted), None)
+        round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name, outer)
         # Do this first, so that `fail_next_round` finds the round if a signal handler raises below.
         self._begun.append(round_)
         if name is None and self._rounds is None:
@@ -226,14 +227,13 @@ class Agreement:
         waiting = waiting_key(round_.prefix, self.rank)
         self._store.set(waiting, str(rank))
         self._given.append(waiting)
-        began = time.monotonic()
 
         def ready() -> bool:
             return has_any(self._store, given, submitted) or round_.given_up() is not None
 
-        if not poll(ready, self.world_size, self._take_until, self._limit):
-            waited_s = min(self._timeout_s, round(time.monotonic() - began, 1))
-            raise CommitError(silence_of(key, [rank], waited_s, self._timeout_s))
+        if not poll(ready, self.world_size, self._take_until, self._limit, round_.first_wait()):
+            left_s = self._take_until - time.monotonic()
+            raise CommitError(silence_of(key, [rank], round(self._timeout_s - max(0.0, left_s), 1), left_s > 0))
         if not has_any(self._store, given, submitted) and (error := round_.given_up()):
             raise from_record(error, CommitError)
         if not self._store.check([given]):
@@ -288,15 +288,24 @@ class Agreement:
         Called when the interpreter exits, and when the machine is about to be taken from the training. A signal handler
         may call it: it takes no lock.
 
+        Rank 0 waits a little shorter than the other ranks, which may have the same limit: it finds out which rank is
+        silent, and thousands of ranks need not ask the store, too.
+
         Args:
             seconds: how long waits may last from now.
             even_later: False if waits that begin after that time are not limited.
         """
-        at = time.monotonic() + seconds
+        head_start_s = min(seconds / 2, deadlines.EXTRA_WAIT_S) if self.is_coordinator else 0.0
+        at = time.monotonic() + seconds - head_start_s
         if even_later:
             self._limit.at = min(self._limit.at, at)
         else:
             self._limit.expected_at = min(self._limit.expected_at, at)
+
+    def shortened(self, seconds: float) -> float:
+        """Returns for how many of `seconds` a wait that begins now may last, if `limit_waits` limits it."""
+        now = time.monotonic()
+        return max(0.0, min(seconds, self._limit.end_of(now) - now))
 
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1].prefix}/given/{rank}/{key}"
@@ -457,7 +466,7 @@ def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], err
     own: BaseException | None = None
     try:
         own = _work_and_submit(round_, partial(agreement.runner.run, work))
-        agreement.decided = record = round_.outcome(error)
+        agreement.decided = record = round_.outcome(error, own)
         return record
     except CheckpointError as failure:
         agreement.told(failure)

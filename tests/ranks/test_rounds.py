@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -309,15 +310,77 @@ def test_if_one_rank_has_no_time_nobody_waits_longer_than_that_rank(seats: Seats
     assert time.monotonic() - started < SHORT_S + SLACK_S
     for message in found:
         if dead == 0:
-            assert "rank 1 waited 0.5 s for rank 0" in message
+            assert "rank 1 waited 0.5 s for rank 0, and has no time left" in message
         else:
-            assert "no word from rank 2 within 0.5 s" in message
-            assert "This process had no more time to wait" in message
+            assert re.search(r"no word from rank 2 within 0\.[235] s, and a rank that waits has no time left", message)
     # The dead rank was only slow: it hears of the failure, and the next round is as usual.
     messages(round_of([agreements[dead]], lambda rank: {}), CommitError)
     agreements[hurried]._limit.at = math.inf
     everyone = {"all": [{"rank": rank} for rank in range(WORLD)]}
     assert round_of(agreements, lambda rank: {"rank": rank}) == [everyone] * WORLD
+
+
+@pytest.fixture
+def short_waits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SHORTEST_WAIT_S", 0.0)
+
+
+@mostly_tcp
+def test_a_round_does_not_begin_to_wait_again_when_the_time_is_over(seats: Seats, short_waits_count: None) -> None:
+    """Rank 1, whose machine goes soon, waits for the part of a dead rank, and then for the outcome."""
+    rank_0, rank_1, _ = seats(LONG_S)
+    rank_1.limit_waits(SHORT_S, even_later=False)
+    started = time.monotonic()
+    works: dict[Agreement, Callable[[], Record]] = {rank_0: dict, rank_1: lambda: rank_1.take("a part", 2)}
+    results = together([functools.partial(decide, each, TOPIC, work, dict) for each, work in works.items()])
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+    for message in messages(results, CommitError):
+        assert "a part: no word from rank 2 within 0.5 s, and a rank that waits has no time left" in message
+    started = time.monotonic()
+    rank_1._timeout_s = 2 * SHORT_S
+    messages(round_of([rank_1], lambda rank: {}), CommitError)
+    assert time.monotonic() - started > 2 * SHORT_S, "the machine is still there"
+
+
+@mostly_tcp
+def test_a_round_around_another_ends_with_it_when_the_time_is_over(seats: Seats, short_waits_count: None) -> None:
+    rank_1 = seats(LONG_S)[1]
+    rank_1.limit_waits(SHORT_S, even_later=False)
+
+    def inner() -> Record:
+        return decide(rank_1, "exporting", dict, dict)
+
+    started = time.monotonic()
+    with pytest.raises(AgreementError, match=r"exporting: rank 1 waited 0\.5 s for rank 0, and has no time left"):
+        decide(rank_1, TOPIC, inner, dict)
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+
+
+@mostly_tcp
+def test_who_waits_for_what_rank_0_did_waits_only_once_when_the_time_is_over(
+    seats: Seats, short_waits_count: None
+) -> None:
+    agreements = seats(LONG_S)
+    left = threading.Event()
+
+    def part(agreement: Agreement) -> Record:
+        if agreement.rank == 0:
+            return decide(agreement, TOPIC, dict, lambda records: {}, act=lambda: None if left.wait(LONG_S) else fail())
+        agreement.limit_waits(SHORT_S, even_later=False)
+        try:
+            return decide(agreement, TOPIC, dict, lambda records: {})
+        finally:
+            if agreement.rank == 1:
+                left.set()
+
+    def fail() -> None:
+        raise AssertionError("nobody gave up")
+
+    started = time.monotonic()
+    results = together([functools.partial(part, each) for each in agreements])
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+    assert results[0] == {}
+    assert "Rank 0 had begun to act, so only the disk shows what it did" in str(results[1])
 
 
 @mostly_tcp
@@ -348,7 +411,7 @@ def test_parts_are_taken_until_one_deadline(seats: Seats, monkeypatch: pytest.Mo
     seat = seats(LONG_S)[0]
     deadlines = []
 
-    def never(ready: Any, world_size: int, deadline: float, limit: Any) -> bool:
+    def never(ready: Any, world_size: int, deadline: float, limit: Any, began: float) -> bool:
         deadlines.append(deadline)
         return False
 
