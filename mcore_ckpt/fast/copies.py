@@ -212,11 +212,11 @@ class Copies:
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
         missing = [position for position in manifest.placement.files_on(self._tier.number) if position not in here]
-        deadline = time.monotonic() + self._agreement.shortened(self._agreement.timeout_s * 3 / 4)
-        fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
-        problems = [
-            problem for problem in results_of(missing, fetch, tuning.PEER_THREADS, are_long=True) if problem is not None
-        ]
+        with self._agreement.limited(self._agreement.timeout_s * 3 / 4) as patience_s:
+            deadline = time.monotonic() + patience_s
+            fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
+            results = results_of(missing, fetch, tuning.PEER_THREADS, are_long=True)
+        problems = [problem for problem in results if problem is not None]
         with suppress(FileNotFoundError):  # the step was deleted meanwhile, which `problems` says
             sync_names(attempt.role_dir, [manifest.files[position].path for position in missing])
             sync_dir(attempt.role_dir)

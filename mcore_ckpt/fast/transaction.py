@@ -142,7 +142,8 @@ def commit_on_nodes(
 
     def receive() -> Record:
         if tier.is_lead and not agreement.is_coordinator:
-            data = tier.receive(attempt.number, agreement.shortened(agreement.timeout_s / 2))
+            with agreement.limited(agreement.timeout_s / 2) as patience_s:
+                data = tier.receive(attempt.number, patience_s)
             tier.lock.take(patience_s=0)
             _place_manifest(attempt, tier, data)
         return {}

@@ -199,7 +199,7 @@ class LastSave:
             return {
                 "busy": self._background.busy,
                 "saved": self._saved_already(step),
-                "left": None if self._ends_at == math.inf else self._left_s,
+                "left": None if self._ends_at == math.inf else self._control.agreement.shortened(self._left_s),
             }
 
         def combine(records: Sequence[Record]) -> Record:

@@ -32,6 +32,8 @@ EXTRA_WAIT_S = 1.5
 # If the machine is expected to go within this time (seconds), a wait that begins now is not shortened any more: a rank
 # that comes a moment before the machine's end would give up other ranks, which come a moment later.
 SHORTEST_WAIT_S = 1.0
+# If a limit has ended a wait, the next waits of the same round get this many seconds each: the answer may be under way.
+LAST_WAIT_S = 0.5
 
 # How long the processes of a command wait for each other before they log that they wait (seconds).
 NOTICE_S = 3.0

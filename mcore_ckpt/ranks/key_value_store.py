@@ -171,13 +171,10 @@ def has_any(store: Any, *keys: str) -> bool:
     return any(store.check([key]) for key in keys)
 
 
-def poll(
-    ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit, began: float | None = None
-) -> bool:
+def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit) -> bool:
     """Calls `ready` until it returns True. Returns False if the deadline or the limit passes first.
 
-    `pollers` is the number of ranks that may poll the store at the same time, and slow each other down. `began`: when
-    the first of several waits for the same thing began (`time.monotonic()`); None: now.
+    `pollers` is the number of ranks that may poll the store at the same time, and slow each other down.
 
     Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
     """
@@ -187,7 +184,7 @@ def poll(
     longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
         now = time.monotonic()
-        left = min(deadline, limit.end_of(started if began is None else began)) - now
+        left = min(deadline, limit.end_of(started)) - now
         if left <= 0:
             return False
         time.sleep(min(max(shortest, (now - started) / 10), longest, left))

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointError, from_record, to_record
 from mcore_ckpt.processes import Home
+from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.key_value_store import (
     WaitLimit,
     all_there,
@@ -47,6 +48,7 @@ class Round:
     Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
 
     Attributes:
+        is_at_work: whether this rank does its own work for the round. Rounds that it begins meanwhile are inside it.
         has_submitted: whether this rank has submitted its record or its error.
         has_all_submissions: whether rank 0 has seen that all ranks have submitted.
         is_over: whether this rank has read what rank 0 announced.
@@ -68,13 +70,13 @@ class Round:
         self._rank = rank
         self._world_size = world_size
         self.prefix, self.name = prefix, name
-        self.has_submitted = self.has_all_submissions = self.is_over = False
+        self.is_at_work = self.has_submitted = self.has_all_submissions = self.is_over = False
         self._topic = topic
         self._limit = limit
         self._home = Home()
         self._timeout_s = timeout_of(rank, timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
-        self._outer, self._first_wait = outer, math.inf
+        self._outer, self._is_cut = outer, False
         self._submitted_at = math.inf
 
     @property
@@ -90,20 +92,33 @@ class Round:
         """Moves the deadline to `seconds` from now, unless the deadline is earlier already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-    def first_wait(self) -> float:
-        """Returns when this rank first waited in this round, or in the round around it; now if it has not.
+    def wait(self, ready: Callable[[], bool], pollers: int, deadline: float) -> bool:
+        """Calls `ready` until it returns True. Returns False if the deadline or the limit of waits passes first.
 
-        A limit that ends one wait of a round must end the following ones, too.
+        For `pollers` see `poll`. If the limit has ended a wait of this round, or of the round around it, the following
+        waits are short. Otherwise they would count as later waits, which the limit may leave alone.
         """
-        began = time.monotonic() if self._outer is None else self._outer.first_wait()
-        self._first_wait = min(self._first_wait, began)
-        return self._first_wait
+        if self._has_been_cut():
+            return poll(ready, pollers, min(deadline, time.monotonic() + deadlines.LAST_WAIT_S), WaitLimit())
+        there = poll(ready, pollers, deadline, self._limit)
+        if not there and time.monotonic() < deadline:
+            self.cut()
+        return there
+
+    def cut(self) -> None:
+        """Notes that a limit of waits has ended a wait of this round."""
+        self._is_cut = True
+        if self._outer is not None:
+            self._outer.cut()
+
+    def _has_been_cut(self) -> bool:
+        return self._is_cut or (self._outer is not None and self._outer._has_been_cut())
 
     def _waited(self) -> tuple[float, bool]:
         """Returns for how many seconds this rank has waited since its own work ended, and whether it was cut short."""
-        if time.monotonic() >= self._deadline:
-            return self._timeout_s, False
-        return round(max(0.0, time.monotonic() - self._submitted_at), 1), True
+        if self._has_been_cut():
+            return round(max(0.0, time.monotonic() - self._submitted_at), 1), True
+        return self._timeout_s, False
 
     def restart_deadline(self) -> None:
         """Restarts the deadline. Called when a rank has finished its own work, such as writing its files."""
@@ -203,6 +218,7 @@ class Round:
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
         self._put(f"{self.prefix}/done", message)
+        self.has_submitted = True  # also if an interrupt came while this rank submitted
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError], own: BaseException | None = None) -> Record:
@@ -272,4 +288,4 @@ class Round:
     def _wait(self, ready: Callable[[], bool]) -> bool:
         # Only rank 0 waits for submissions. All other ranks wait for rank 0's outcome at the same time.
         pollers = 1 if self._rank == 0 else self._world_size
-        return poll(ready, pollers, self._deadline, self._limit, self.first_wait())
+        return self.wait(ready, pollers, self._deadline)

@@ -35,7 +35,6 @@ from mcore_ckpt.ranks.key_value_store import (
     is_shared,
     missing,
     pack,
-    poll,
     silence_of,
     store_failures,
     unpack,
@@ -165,7 +164,7 @@ class Agreement:
         number, calls = (self._rounds or 0) + 1, self._calls + (self._rounds is None)
         prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"
         wait = self._timeout_s if timeout_s is None else timeout_s
-        outer = next((each for each in self._begun if not each.has_submitted), None)
+        outer = next((each for each in self._begun if each.is_at_work), None)
         round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name, outer)
         # Do this first, so that `fail_next_round` finds the round if a signal handler raises below.
         self._begun.append(round_)
@@ -231,7 +230,7 @@ class Agreement:
         def ready() -> bool:
             return has_any(self._store, given, submitted) or round_.given_up() is not None
 
-        if not poll(ready, self.world_size, self._take_until, self._limit, round_.first_wait()):
+        if not round_.wait(ready, self.world_size, self._take_until):
             left_s = self._take_until - time.monotonic()
             raise CommitError(silence_of(key, [rank], round(self._timeout_s - max(0.0, left_s), 1), left_s > 0))
         if not has_any(self._store, given, submitted) and (error := round_.given_up()):
@@ -299,13 +298,29 @@ class Agreement:
         at = time.monotonic() + seconds - head_start_s
         if even_later:
             self._limit.at = min(self._limit.at, at)
-        else:
+        elif self._limit.expected_at > time.monotonic():
             self._limit.expected_at = min(self._limit.expected_at, at)
+        else:  # the machine has outlived an earlier request
+            self._limit.expected_at = at
 
     def shortened(self, seconds: float) -> float:
         """Returns for how many of `seconds` a wait that begins now may last, if `limit_waits` limits it."""
         now = time.monotonic()
         return max(0.0, min(seconds, self._limit.end_of(now) - now))
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[float]:
+        """Gives the `with` block, which waits for something else than a rank's word, the seconds that it may wait.
+
+        If a limit ends that wait, the present round waits no more for other ranks.
+        """
+        began, patience_s = time.monotonic(), self.shortened(seconds)
+        try:
+            yield patience_s
+        finally:
+            is_over = time.monotonic() >= began + patience_s
+            if is_over and patience_s < seconds:
+                self._begun[-1].cut()
 
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1].prefix}/given/{rank}/{key}"
@@ -561,7 +576,11 @@ def same_everywhere(records: Sequence[Record], what: str, error: type[Checkpoint
 def _work_and_submit(round_: Round, work: Callable[[], Record]) -> BaseException | None:
     """Does this rank's work and submits its record, or submits its error and returns it."""
     try:
-        record = work()
+        round_.is_at_work = True
+        try:
+            record = work()
+        finally:
+            round_.is_at_work = False
         pack(record)
     except BaseException as failure:
         if not round_.is_here:

@@ -260,7 +260,7 @@ def test_a_rank_that_does_not_hear_of_the_commit_asks_node_0(
     node.tier.number, node.tier.is_lead = 1, True
     node.tier.receive = lambda attempt, patience_s: encode_manifest(manifest)
     node.tier.lock = SimpleNamespace(take=lambda patience_s: None)
-    agreement: Any = SimpleNamespace(is_coordinator=False, timeout_s=1.0, shortened=float)
+    agreement: Any = SimpleNamespace(is_coordinator=False, timeout_s=1.0, limited=nullcontext)
 
     def write(staging: Path) -> dict[str, Any]:
         node.write(whole, manifest, (1,))

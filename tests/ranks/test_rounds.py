@@ -343,6 +343,54 @@ def test_a_round_does_not_begin_to_wait_again_when_the_time_is_over(seats: Seats
 
 
 @mostly_tcp
+def test_a_round_ends_when_the_time_is_over_while_this_rank_waits_for_another_node(
+    seats: Seats, short_waits_count: None
+) -> None:
+    rank_1 = seats(LONG_S)[1]
+    rank_1.limit_waits(SHORT_S, even_later=False)
+
+    def work() -> Record:
+        with rank_1.limited(LONG_S) as seconds:
+            assert not threading.Event().wait(seconds)
+        raise CommitError("the other node is silent")
+
+    started = time.monotonic()
+    with pytest.raises(CommitError, match="the other node is silent"):
+        decide(rank_1, TOPIC, work, dict)
+    assert time.monotonic() - started < SHORT_S + SLACK_S
+
+
+@mostly_tcp
+def test_a_wait_that_ended_well_does_not_make_the_next_one_an_early_one(seats: Seats, short_waits_count: None) -> None:
+    """Rank 1 writes until the machine should be gone, after a round of all ranks for an export."""
+    agreements = seats(LONG_S)
+    agreements[1].limit_waits(SHORT_S, even_later=False)
+    written = threading.Event()
+
+    def part(agreement: Agreement) -> Record:
+        def work() -> Record:
+            decide(agreement, "exporting", dict, lambda records: {})
+            if agreement.rank == 1:
+                written.wait(1.2 * SHORT_S)
+            return {}
+
+        return decide(agreement, TOPIC, work, lambda records: {})
+
+    assert together([functools.partial(part, each) for each in agreements]) == [{}] * WORLD
+
+
+def test_a_later_request_counts_if_the_machine_has_outlived_the_first(seats: Seats) -> None:
+    limit = seats(LONG_S)[1]
+    limit.limit_waits(100.0, even_later=False)
+    limit.limit_waits(200.0, even_later=False)
+    assert limit.shortened(1000.0) == pytest.approx(100.0, abs=SLACK_S)
+    limit.limit_waits(-1.0, even_later=False)
+    assert limit.shortened(1000.0) == 1000.0
+    limit.limit_waits(200.0, even_later=False)
+    assert limit.shortened(1000.0) == pytest.approx(200.0, abs=SLACK_S)
+
+
+@mostly_tcp
 def test_a_round_around_another_ends_with_it_when_the_time_is_over(seats: Seats, short_waits_count: None) -> None:
     rank_1 = seats(LONG_S)[1]
     rank_1.limit_waits(SHORT_S, even_later=False)
@@ -411,11 +459,12 @@ def test_parts_are_taken_until_one_deadline(seats: Seats, monkeypatch: pytest.Mo
     seat = seats(LONG_S)[0]
     deadlines = []
 
-    def never(ready: Any, world_size: int, deadline: float, limit: Any, began: float) -> bool:
+    def never(ready: Any, world_size: int, deadline: float, limit: Any) -> bool:
         deadlines.append(deadline)
         return False
 
-    monkeypatch.setattr("mcore_ckpt.ranks.rounds.poll", never)
+    monkeypatch.setattr("mcore_ckpt.ranks.one_round.poll", never)
+    monkeypatch.setattr("mcore_ckpt.ranks.one_round.Round.cut", lambda self: None)
     for _ in range(2):
         seat.begin(TOPIC)
         for rank in (1, 2):

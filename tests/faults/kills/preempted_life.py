@@ -51,6 +51,10 @@ class Preemption:
         return Path(self.folder, "root")
 
     @property
+    def node(self) -> Path:
+        return Path(self.folder, "node")
+
+    @property
     def trigger(self) -> Path:
         return Path(self.folder, "stop")
 
@@ -112,7 +116,7 @@ def _live(life: Preemption, rank: int, ready: int, report: dict[str, Any]) -> in
 
 
 def _manager(life: Preemption, training: Any) -> CheckpointManager:
-    fast = FastTier(Path(life.folder, "node"), replicas=0, durable_every=3) if life.fast else None
+    fast = FastTier(life.node, replicas=0, durable_every=3) if life.fast else None
     config = CheckpointConfig(timeout_s=TIMEOUT_S, async_save=life.background, max_to_keep=2, fast=fast)
     return CheckpointManager(life.root, training.model, training.optimizer, training.scheduler, config=config)
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -82,6 +83,9 @@ def run(preemptions: int, world: int, seed: int, folder: Path) -> Iterator[tuple
 
 
 def _one(life: Preemption, request: Request) -> tuple[str, list[str]]:
+    if not life.fast:
+        # This training knows no steps on nodes, and goes on from an older one in the root: it runs on another machine.
+        shutil.rmtree(life.node, ignore_errors=True)
     newest_before = newest_on_disk(life)
     pids, read = fork_ranks(life.world, lambda rank, ready: run_rank(life, rank, ready))
     wait_until_ready(read, life.world, ALARM_S)
@@ -177,7 +181,7 @@ def _of_states(life: Preemption) -> list[str]:
 
 def newest_on_disk(life: Preemption) -> int | None:
     """In the root or on the node."""
-    steps = [each.step for folder in (life.root, Path(life.folder, "node")) for each in complete_steps(folder)]
+    steps = [each.step for folder in (life.root, life.node) for each in complete_steps(folder)]
     return max(steps, default=None)
 
 
