@@ -55,7 +55,7 @@ class CopyHandle(Handle[str | None]):
 
     @property
     def problem(self) -> str | None:
-        """Why some node lacks copies. None while the copies are under way, and if they are complete."""
+        """Why some node lacks copies. None while the copies are under way, and when they are complete."""
         return self._result
 
     @property
@@ -185,7 +185,7 @@ class Copies:
         if problem is None:
             self._complete.add(wanted.attempt.number)
         with self._lock:
-            if wanted in self._pending:  # a signal handler may have removed it before
+            if wanted in self._pending:  # a signal handler may have removed it already
                 self._pending.remove(wanted)
         wanted.handle.end(problem)
 
@@ -207,7 +207,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why files are missing; None if no file is."""
+        """Fetches the files that this node should have but lacks. Returns why one is still missing; None if none is."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -225,7 +225,7 @@ class Copies:
         return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
 
     def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
-        """Fetches a file from the first node that sends it intact. Returns why no node has sent it; None if one has."""
+        """Fetches a file from the first node that sends it intact. Returns the reason if no node does, else None."""
         assert manifest.placement is not None
         file = manifest.files[position]
         problem = f"{file.path}: no other node has this file"
@@ -268,7 +268,7 @@ class Copies:
             partial_path.unlink(missing_ok=True)
 
     def _wait_for_turn(self, nbytes: int, deadline: float) -> None:
-        """Waits while a save is captured, and until the rate allows so many bytes."""
+        """Waits while a save is captured, and until the rate limit allows `nbytes` bytes."""
         self._may_copy.wait(max(0.0, deadline - time.monotonic()))
         # With a low rate, this wait can take hours, so `close` must end it.
         self._closed.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))

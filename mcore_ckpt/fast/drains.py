@@ -25,7 +25,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# How many of the latest copies to the root are remembered, to predict how long the next one takes.
+# How many of the latest copies to the root are remembered, to predict how long the next copy takes.
 _REMEMBERED = 5
 
 

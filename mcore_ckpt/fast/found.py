@@ -47,7 +47,7 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
 
 
 def node_candidate(tier: NodeTier, fast: FastCheckpoint) -> Record:
-    """Describes, as JSON values, a checkpoint on the nodes. The caller sets `below` if the root or store has it."""
+    """Describes a checkpoint on the nodes as JSON values. The caller sets `below` if the root or store has it, too."""
     folder = str(tier.role_dir(fast.step, fast.role))
     return {"step": fast.step, "folder": folder, "remote": False, **_spread(fast), "below": None}
 

@@ -1,10 +1,10 @@
-"""Defines what two nodes of a job send each other: how each proves that it knows the secret, and what follows.
+"""Defines what two nodes of a job send each other: the proofs that each knows the secret, then requests and answers.
 
     server     8 bytes (_MAGIC), 32 random bytes (its challenge)
     client     32 random bytes (its challenge), 32 bytes: the client's proof
     server     32 bytes: the server's proof. If the client's proof is wrong: zeros, and the connection ends
 
-A proof is HMAC-SHA256, with the secret as its key, of the side's name and both challenges. So the secret is never sent,
+A proof is the HMAC-SHA256 of the side's name and both challenges, with the secret as key. So the secret is never sent,
 and a proof is of no use in another connection. Then any number of requests and answers follow on the connection:
 
     request    {"verb": ..., "path": ..., "start": ..., "stop": ...}  newline
@@ -50,8 +50,8 @@ def answer_time_s(nbytes: int) -> float:
 def receive_into(connection: socket.socket, memory: memoryview, deadline: float) -> None:
     """Fills memory with the next bytes of a connection.
 
-    Raises TimeoutError if some of the bytes have not come at the deadline (by `time.monotonic()`), even if bytes are
-    still coming, and ConnectionEndedError if the connection ends before.
+    Raises TimeoutError if some of the bytes have not come by the deadline (`time.monotonic()`), even if bytes are still
+    coming, and ConnectionEndedError if the connection ends before the last byte.
     """
     while memory:
         left = deadline - time.monotonic()

@@ -32,17 +32,16 @@ logger = logging.getLogger(__name__)
 _INTRODUCTION_S, _REQUEST_S = 5.0, 10.0
 # How long an answer may take in addition to the time for its bytes, `answer_time_s` (seconds).
 _ANSWER_S = 30.0
-# A connection without a request for so long is closed. A client then opens another one.
+# A connection is closed after so many seconds without a request. The client then opens another connection.
 _IDLE_S = 300.0
 # The time between two checks of the deadlines (seconds).
 _LOOK_S = 0.5
 # How many connections are open at most: of known clients, and of clients that are not known yet. The second number must
-# also be small because each connection has a thread.
+# be small, also because each connection has a thread.
 _MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
 # How many descriptors stay free for the training and its saves.
 _SPARE_DESCRIPTORS = 64
-# The least time between two messages about clients that are not known (seconds), because anybody can cause such
-# messages.
+# The least time between two messages about unknown clients (seconds). Anybody can cause such messages.
 _QUIET_S = 60.0
 
 
@@ -164,7 +163,7 @@ class PeerServer:
             return list(self._clients)
 
     def _cut_overdue(self) -> None:
-        """Cuts connections that are too slow, and, if there are too many unknown clients, the oldest of theirs."""
+        """Cuts connections that are too slow and, if too many clients are unknown, the oldest of their connections."""
         now, clients = time.monotonic(), self._all_clients()
         for client in clients:
             if client.deadline < now:
@@ -211,8 +210,8 @@ class PeerServer:
     def _forget(self, client: _Client) -> None:
         """Cuts a connection, but does not close it.
 
-        Only the connection's own thread closes it. Otherwise another file could get the descriptor while that thread
-        still uses it.
+        Only the connection's own thread closes the connection. Otherwise another file could get the descriptor while
+        that thread still uses it.
         """
         with self._lock:
             self._clients.pop(client, None)

@@ -33,7 +33,7 @@ _NOTE_PAUSE_S = 0.005
 
 
 class _TooLongError(PeerError):
-    """An answer is longer than the caller takes."""
+    """An answer is longer than the caller allows."""
 
 
 class PeerStore:

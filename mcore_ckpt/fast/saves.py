@@ -1,4 +1,4 @@
-"""Holds what the saves into the fast tier share: which step is durable, copies on other nodes, and which steps stay."""
+"""Holds what saves into the fast tier share: which step is durable, the copies on other nodes, and which steps stay."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class FastSaves:
         folders takes longer, and may be done later.
 
         The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
-        could cost all steps. A step of which this node has lost its part does not count as one of the newest. But it
-        stays while an older step stays, because other nodes may need the files that are left. Steps that `step` has
-        abandoned are moved. Steps of another run stay.
+        could cost all steps. If this node has lost its part of a step, the step does not count as one of the newest.
+        But the step stays while an older step stays, because other nodes may need the files that are left. Steps that
+        `step` has abandoned are moved. Steps of another run stay.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
@@ -157,7 +157,7 @@ class FastSaves:
         return on_branch, [each.step for each in own if not last.leads_from(each.commit.number)]
 
     def _newest_kept(self, steps: Sequence[int]) -> list[int]:
-        """Returns the newest steps, down to the `keep`-th step of which this node has its part."""
+        """Returns the newest steps, up to and including the `keep`-th step whose part this node still has."""
         count = 0
         for position, step in enumerate(steps):
             # The commit has just checked the files of the newest step.

@@ -30,7 +30,7 @@ _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSErr
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A folder that has the files at the positions in `has` (inclusive runs); None: all files of the checkpoint."""
+    """A folder that has files of the checkpoint. `has` lists their positions, as inclusive runs; None: all files."""
 
     folder: Folder
     has: tuple[tuple[int, int], ...] | None = None
@@ -83,8 +83,8 @@ class SpreadFolder:
         return found
 
     def check(self, records: Sequence[FileRecord]) -> None:
-        # Each source is asked once, for all files of which it is the first source. After a failure, each file is asked
-        # for by itself.
+        # Each source is asked once, for all files of which it is the first source. After a failure, each of these files
+        # is asked for by itself, from one source after another.
         for source, mine in _grouped(records, lambda record: self._sources(record.path)[0]):
             try:
                 source.folder.check(mine)

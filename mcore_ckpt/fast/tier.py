@@ -36,14 +36,15 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _TOPIC = "setting up the fast tier"
-# Each node gets the manifest of a save from another node. Each node serves it to at most this many nodes. If one node
-# served all nodes, a thousand nodes would wait for its network. In a chain, the nodes would wait for each other.
+# Each node gets the manifest of a save from another node, and serves it to at most this many further nodes. If one node
+# served all nodes, a thousand nodes would wait for that node's network. In a chain, the nodes would wait for each
+# other.
 _BRANCHES = 8
 
 
 @dataclass(frozen=True)
 class _Own:
-    """The user's secret and certificates for the connections between nodes, as this rank has them."""
+    """The user's secret and certificates for the connections between nodes, as given on this rank."""
 
     secret: bytes | None
     tls: PeerTls | None
@@ -91,7 +92,7 @@ class NodeTier:
         return self.nodes.all[self.number]
 
     def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
-        """Groups the replicas that write one file together, each into the folder of its node (`NodeMap.writers_of`)."""
+        """Groups replicas of a file by node. Each group writes into its node's folder (`NodeMap.writers_of`)."""
         return self.nodes.writers_of(replicas, self.config.replicas)
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
@@ -100,7 +101,7 @@ class NodeTier:
 
     @property
     def home(self) -> Path:
-        """The folder that has the identity of the run: the root, or one in this node's folder if no step is durable."""
+        """The folder with the run's identity: the root or, if no step is durable, a folder in this node's folder."""
         if self.root is None:
             return self.folder
         return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
@@ -157,7 +158,7 @@ class NodeTier:
         _open_folder(self.folder, self.shared)
 
     def held(self) -> list[HeldRole]:
-        """Returns the roles' checkpoints on this node. Raises InvalidArgumentError if its folder is another user's."""
+        """Returns the roles' checkpoints on this node. Raises InvalidArgumentError if another user owns the folder."""
         if not os.path.lexists(self.folder):
             return []
         check_own_folder(self.folder, self.shared)
@@ -337,7 +338,7 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
 
 
 def _held_bytes(folder: Path, role: str) -> int:
-    """Returns the size of the tier's present files in its folder. Later saves will replace or remove them."""
+    """Returns how many bytes the role's files in the folder have. Later saves will replace or remove these files."""
     return sum(
         size
         for paths in file_names.step_dirs(folder).values()

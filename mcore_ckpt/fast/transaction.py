@@ -3,8 +3,8 @@
 A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
 first round all ranks write, and rank 0 makes the manifest; in its second round the manifest reaches all nodes. Then
 each node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs,
-the staging folders of these nodes stay, with the manifest. These nodes rename their folders when a load chooses this
-step (`adopt`).
+the staging folders of the other nodes stay, with the manifest. The other nodes rename these folders when a load chooses
+this step (`adopt`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from mcore_ckpt.steps.transaction import Attempt, is_committed, raise_refusal, r
 
 logger = logging.getLogger(__name__)
 
-# How long a rank waits for its node's lead to rename a committed save, and the pause between two looks, in seconds.
+# How long a rank waits for its node's lead to rename the folder of a committed save, and the pause between two checks
+# of that folder, in seconds.
 _RENAME_S, _LOOK_S = 30.0, 0.02
 
 
@@ -240,9 +241,9 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
 
 
 def committed_manifest(attempt: Attempt) -> Manifest:
-    """Returns the manifest of a save that all nodes have agreed to commit. Waits until this node's lead has renamed it.
+    """Returns the manifest of a save that all nodes have agreed to commit, once this node's lead has committed it.
 
-    Raises CommitError if the save is not here after a while, or was replaced by a newer save.
+    Raises CommitError if the save is not committed here after `_RENAME_S` seconds, or was replaced by a newer save.
     """
     deadline = time.monotonic() + _RENAME_S
     while True:
