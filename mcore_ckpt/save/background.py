@@ -62,7 +62,7 @@ def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
 
 
 class _Nothing:
-    """The files of a save that is skipped: none."""
+    """Stands for the files of a skipped save, which has none."""
 
     def progress(self) -> tuple[int, int]:
         return 0, 0
@@ -169,13 +169,13 @@ class SaveHandle(Handle[SaveReport]):
     def run(self, stall_s: float | None) -> Following | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns the `Following` of the commit, whose `delete` the caller must call. Returns None if the save failed.
+        Returns the commit's `Following`; the caller must call its `delete`. Returns None if the save failed.
         """
         assert self._writing is not None
         assert self._finish is not None
         try:
             report, following = self._finish(stall_s)
-            # Drop `delete`, because it keeps the trainer's model alive, and a trainer may keep this handle for long.
+            # Drop `delete`, which keeps the trainer's model alive, because a trainer may keep this handle for long.
             self._following, self._result = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
@@ -237,7 +237,7 @@ class BackgroundSaves:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest time from start to commit of a recent save, in seconds; None before the first commit."""
+        """The longest time that a recent save took from start to commit, in seconds; None before the first commit."""
         return max(self._took, default=None)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
@@ -274,7 +274,7 @@ class BackgroundSaves:
     def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
         """Returns whether an earlier save is under way. If none is, also returns the last save's `failure`.
 
-        If `waits` is True, it first waits until no save is under way.
+        If `waits` is True, this method first waits until no save is under way.
         """
         if not waits and self.busy:
             return True, None
@@ -284,7 +284,7 @@ class BackgroundSaves:
     def wait_for_deletion_of(self, step: int, root: Path) -> None:
         """Waits until old steps are deleted, if the root has a folder of `step`.
 
-        If `step` itself is being deleted, the deletion would also delete the staging folder of its next save.
+        Otherwise a deletion of `step` would also delete the staging folder of the new save of `step`.
         """
         if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
             self.wait_for_deletions()
@@ -368,7 +368,7 @@ class BackgroundSaves:
             if following.deletes:
                 self._deleting.add(following)
             self._deletions.add(partial(self._after_commit, following))
-        except BaseException:  # a signal handler has raised it: the next save deletes the old steps
+        except BaseException:  # raised by a signal handler: the next save deletes the old steps
             self._deleting.discard(following)
             raise
 
@@ -396,7 +396,7 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # Wait for copies to the root and for deletions last, because each save may begin some.
+    # Wait for copies to the root and for deletions last, because each save may begin such work.
     shorten_drains()
     for worker in all_workers():
         try:

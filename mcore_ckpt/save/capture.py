@@ -59,7 +59,7 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 
 
 def image_places(files: Sequence[FilePlan]) -> list[int]:
-    """Returns where this rank's range of each file begins in the buffer: an offset that is a multiple of the page."""
+    """Returns, for each file, the offset in bytes of this rank's range in the buffer: a multiple of the page size."""
     ends = accumulate(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
     return [end - page_ceil(plan.nbytes) for end, plan in zip(ends, files, strict=True)]
 
@@ -68,7 +68,7 @@ def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) 
     """Captures without copying. The tensors must not change until they are on the disk.
 
     Tensors on a GPU are copied piece by piece while they are written. The GPU must have done all work that changes
-    them.
+    these tensors.
     """
     writes: list[FileWrite] = []
     for plan, members in zip(files, tensors, strict=True):
@@ -240,7 +240,7 @@ class WeightCopies:
                 self._places[id(tensor)] = _Place(address + slot.offset, low, high)
 
     def take(self, fragments: Sequence[Fragment]) -> None:
-        """Copies the elements of these fragments that this rank writes. The fragments may then be overwritten.
+        """Copies those elements of the fragments that this rank writes. Then the fragments may be overwritten.
 
         On a GPU, later work of the current stream waits for the copies. The host does not wait.
         """

@@ -51,7 +51,7 @@ class Following:
 class Place(Protocol):
     """The folders of one save at its destination, on this rank.
 
-    `attempt` has its id, its staging folder and its final folder.
+    `attempt` has the save's id, staging folder and final folder.
     """
 
     @property

@@ -1,9 +1,9 @@
 """Copies tensors from a GPU to host memory on a separate stream, while the training continues.
 
 Within a save, the kernels that gather small tensors are launched first, then the large copies. With
-`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism before Blackwell, all streams
-share one queue. In another order, the training's kernels would wait in this queue behind a kernel of ours that waits
-for a large copy. NVIDIA's description of the queue says so; we have not measured it.
+`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism on GPUs before Blackwell, all
+streams share one queue. In another order, the training's kernels would wait in this queue behind one of our kernels,
+which itself waits for a large copy. NVIDIA's description of the queue says so; we have not measured it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeviceCopies:
             return self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
 
     def hold(self) -> None:
-        """Makes later work of the current stream wait for the copies, if there are any under way.
+        """Makes later work of the current stream wait for the copies that are under way, if any.
 
         The host does not wait, unless the stream is being captured into a CUDA graph. Raises CommitError if the host
         has to wait longer than `timeout_s`, or if a copy has failed.

@@ -81,8 +81,8 @@ def write_requests(
 def estimated_bytes(trainer: Trainer, writers_of: WritersOf = together) -> int:
     """Estimates how many bytes this rank's part of a checkpoint will have. Raises UnsupportedError as a save does.
 
-    Before the optimizer's first step there are no moments. In that case the estimate adds the moments that this step
-    will make. `writers_of` says which replicas write a file together (`Destination.writers_of`).
+    Before the optimizer's first step there are no moments. In that case the estimate adds the moments that the first
+    step will make. `writers_of` says which replicas write a file together (`Destination.writers_of`).
     """
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)
@@ -104,14 +104,14 @@ def _estimated_request_bytes(request: WriteRequest, to_come: int, rank: int) -> 
     sizes += [moments * alias.region.numel for alias in request.aliases]
     if len(request.writers) < 2:
         return sum(sizes)
-    # Replicas share a file, but not in equal parts: each tensor comes from one of them.
+    # Replicas share a file, but not in equal parts: each tensor comes from one replica.
     *starts, end = accumulate(sizes, initial=0)
     start, stop = share_out(request.writers, end, tuning.SHARE_BYTES, starts).range_of(rank)
     return stop - start
 
 
 def _with_weight(shard: LocalShard, weights: MainWeights) -> LocalShard:
-    """Returns the shard with the weight that is made from its main parameter; the shard itself if none is made."""
+    """Returns the shard with the weight that is made from its main parameter; the shard itself if no weight is made."""
     weight = weights.by_parameter.get(id(shard.tensor))
     if weight is not None:
         return replace(shard, tensor=weight)
@@ -136,9 +136,9 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard], writers_of: W
 def _with_writers(
     trainer: Trainer, ranks: Sequence[int], request: WriteRequest, writers_of: WritersOf
 ) -> Iterator[WriteRequest]:
-    """Assigns the writers of a file of replicated tensors: all ranks of each group of `ranks`, or only the first.
+    """Assigns the writers of a file of replicated tensors: each group of `ranks`, or the first rank of each group.
 
-    Yields nothing on a rank that does not write.
+    If replicas may differ, only the first of all `ranks` writes. Yields nothing on a rank that does not write.
     """
     alike = not any(map(_may_differ, request.tensors))
     for members in writers_of(ranks) if alike else [tuple(ranks[:1])]:

@@ -5,7 +5,7 @@ When guarded, they first make their stream wait for the copies. The host waits o
 state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a tensor is freed
 meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers are cloned on
 the GPU in stream order, because `expert_bias` changes before `step()`. Saves are snapshots if parameters live in
-gradient memory, or if the manager of a model in training has no optimizer (`why_not_lazy`).
+gradient memory, or if a model is in training and its manager has no optimizer (`why_not_lazy`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def methods_to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
 
 
 class Guards:
-    """Calls `before` whenever one of the given methods is called, before the method runs, until `remove` is called.
+    """Calls `before` at each call of one of the given methods, before the method runs, until `remove` is called.
 
     The methods are replaced on the objects themselves and not on their classes, so that other models in this process
     are not affected.
@@ -101,7 +101,7 @@ class Guards:
 
 
 class _Guard:
-    """Replaces a method of `owner`. A deep copy of the owner, or an unpickled one, has the original method."""
+    """Replaces a method of `owner`. A deep copy of the owner, or an unpickled owner, has the original method."""
 
     def __init__(self, guards: Guards, owner: Any, name: str, original: Callable[..., Any]) -> None:
         update_wrapper(self, original)

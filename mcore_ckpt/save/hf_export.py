@@ -2,7 +2,8 @@
 
 A HuggingFace file has whole tensors, but a rank has only slices. Once the files of all ranks are on the disk, each rank
 reads from these files what it needs to write some of the `.safetensors` files. So no tensor is gathered over the
-network. The exported model is the same as that of `mcore-ckpt merge`, but is made just before the commit.
+network. `mcore-ckpt merge` exports the same model, but from a committed checkpoint; this export runs just before the
+commit.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ logger = logging.getLogger(__name__)
 def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     """Checks that the table of the architecture has all tensors of this rank, with the same shapes and order of rows.
 
-    Raises UnsupportedError if there is no table for the architecture, and CheckpointMismatchError.
+    Raises UnsupportedError if there is no table for the architecture, and CheckpointMismatchError if `hf_config`
+    describes another model.
     """
     names = [shard.key.name for shard in model]
     described = with_mtp_of(with_tower_of(described_model(trainer), names), names)
@@ -172,7 +174,7 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 
 
 def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
-    """Returns this rank's part of a lower bound of the HuggingFace weights' bytes. The sum over all ranks is the bound.
+    """Returns this rank's part of a lower bound on the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
     The weights are the model's tensors without the padding of the vocabulary. Tensors that are stored twice count once.
     Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written. `owned` are the
@@ -188,7 +190,7 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
 
 
 def _most_holders(topology: Topology, kind: str, name: str) -> int:
-    """Returns how many files of this kind may have a tensor of this name, at most."""
+    """Returns the largest number of files of this kind that may have a tensor of this name."""
     if kind == "model":
         return topology.tp
     # An adapter may belong to all experts, and then each expert-parallel rank has it.
@@ -208,7 +210,7 @@ def _least_part(trainer: Trainer, write: TensorWrite, holders: int) -> int:
 
 def _exported_rows(trainer: Trainer, write: TensorWrite) -> int:
     rows = write.region.global_shape[0]
-    # Without the size of the vocabulary, any of its rows may be padding.
+    # If the size of the vocabulary is unknown, any row may be padding.
     return min(rows, trainer.vocab_size or 0) if has_vocabulary_rows(write.key.name) else rows
 
 
@@ -244,7 +246,7 @@ def export_together(
     write: Callable[[], Record],
     describe: Callable[[Sequence[Record]], Manifest],
 ) -> list[WrittenFile]:
-    """Writes the checkpoint's own files on all ranks, and then the HuggingFace model from them.
+    """Writes the checkpoint's own files on all ranks, and then makes the HuggingFace model from these files.
 
     Args:
         commits: this rank's agreement for rounds on the thread that finishes a save.

@@ -30,7 +30,7 @@ class ReservedImages:
 
 
 class HostImages:
-    """Owns the host memory for images, at most `limit` bytes, and the copies into it from the GPU, if any."""
+    """Owns the host memory for images, at most `limit` bytes, and makes the copies from the GPU, if any, into it."""
 
     def __init__(self, timeout_s: float, gpu: int | None, limit: int | None = None) -> None:
         self._memory = HostMemory(limit)
@@ -119,8 +119,8 @@ class HostImages:
         if lazy is not None:
             return capture
         self.wait()
-        # All bytes have arrived, so no thread has to ask for an event later, when the training may be capturing a CUDA
-        # graph.
+        # Drop the events, because all bytes have arrived. So no thread asks for an event later, when the training may
+        # be capturing a CUDA graph.
         return Capture(tuple(replace(write, ready=()) for write in capture.writes), time.perf_counter() - started)
 
     def _copies_from_gpu(self) -> DeviceCopies:

@@ -139,7 +139,7 @@ class _PlaceOnNodes:
         pass
 
     def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
-        # Rank 0 sees only the files of its own node, so each node checks its own (`fast/transaction.py`).
+        # Rank 0 sees only the files of its own node, so each node checks its own files (`fast/transaction.py`).
         check_structures(structures, self.fast.tier.nodes.number_of)
 
     def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement]:
@@ -224,9 +224,9 @@ def _delete(folders: Sequence[Path]) -> None:
 def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_root: Callable[[], object]) -> None:
     """Makes the tracker of the root name a step that the nodes have committed. Only rank 0 calls it.
 
-    A trainer that names its folders itself resumes from the step that the tracker names, if there is a folder of that
-    step (`role_dir`). `recover` and `load` need no tracker. So if this package names the folders, the tracker names
-    only steps in the root.
+    If a trainer names its folders itself, it resumes from the step that the tracker names, provided that a folder of
+    that step exists (`role_dir`). `recover` and `load` need no tracker. So if this package names the folders, the
+    tracker names only steps in the root.
     """
     if is_own_name(trainer, step, role_dir) or tier.config.durable_every is None:
         return

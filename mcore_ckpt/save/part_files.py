@@ -5,7 +5,7 @@
     save's thread       finish       waits for these files
 
 A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If the
-function returns another function, the second thread runs the other one.
+part's function returns another function, the second thread runs the returned function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
 
-# For each part, the sizes of those files of its last save that took disk space, by path. Links take none.
+# For each part, the size in bytes of each file that took disk space in the last save, by path. Links take none.
 PartSizes = MutableMapping[str, dict[str, int]]
 
 
@@ -64,17 +64,16 @@ class PartFiles:
         self._trainer, self._rank, self._runner, self._sizes = trainer, trainer.agreement.rank, runner, sizes
         self._contents: dict[str, Content] = {part.name: part.save for part in trainer.parts if part.save is not None}
         self.names = trainer.parts.saved
-        # The parts whose function has got a folder.
+        # The parts whose function was called with a folder.
         self._having_folder: frozenset[str] = frozenset()
         self._work: Started[list[_Written]] | None = None
         self._written: list[_Written] = []
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files to write by path, as far as they are known: a lower bound.
+        """Returns the sizes of the files to write, by path, as far as they are known: a lower bound.
 
-        The sizes are those of the last save. Before the first save, the size is known only for bytes, and for files
-        that will be copied from another file system: a copy within one file system may share the blocks of the
-        original.
+        The sizes come from the last save. Before the first save, sizes are known only for bytes, and for files that
+        will be copied from another file system. A copy within one file system may share the blocks of the original.
         """
         found: dict[str, int] = {}
         for name, content in self._contents.items():
@@ -233,7 +232,7 @@ class _Written:
         name: the part's name.
         files: its files.
         sizes: the sizes of the files that have taken disk space, by path: links to files of the trainer take none.
-        source: the file or folder that the trainer has named; None if there is none.
+        source: the file or folder that the trainer has named; None if it has named none.
         folders: the folders in the source.
     """
 
@@ -257,15 +256,17 @@ def _is_bytes(content: Content) -> bool:
 
 
 def _without_exits(name: str, function: Callable[[], Content]) -> Content:
-    """Calls a second function. SystemExit and KeyboardInterrupt become CommitError: they come from the function itself.
+    """Calls a function that a part's function has returned. SystemExit and KeyboardInterrupt become CommitError.
 
-    No signal interrupts the thread of the save, and its end would not end the process.
+    Only the function itself can raise these two: no signal interrupts the thread of the save. If they ended this
+    thread, the process would not end.
     """
     try:
         return function()
     except (SystemExit, KeyboardInterrupt) as error:
         raised = f"{type(error).__name__}: {error}"
-    # The error above is no cause of this one. Otherwise `interrupts_as_themselves` would raise it.
+    # Raise this error outside the `except` block. Otherwise the error above would be its cause, and
+    # `interrupts_as_themselves` would raise that cause instead.
     raise CommitError(f"part {name!r} could not be saved: {raised}")
 
 
@@ -298,7 +299,7 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
         if not source.is_handed_over:
             return copy_hashed(original, target)
         source.note_taken(original)
-        # On one file system, a link takes no time. If the file system has no links, the bytes are copied.
+        # Within one file system, a link takes no time. If the file system has no links, the bytes are copied.
         is_elsewhere = original.stat().st_dev != folder.stat().st_dev
         if is_elsewhere or would_widen_elsewhere(original, folder, FILE_MODE):
             return copy_hashed(original, target)
@@ -323,7 +324,7 @@ def _hash_made(folder: Path, file: Path) -> Hashed:
 
 
 def _hash_open_to_all(folder: Path, file: Path) -> Hashed:
-    """Hashes a file. From now on, whoever may enter the part's folder may read the file."""
+    """Hashes a file, after making it readable for everybody who may enter the part's folder."""
     widen(file, folder, FILE_MODE)
     return hash_durably(file)
 

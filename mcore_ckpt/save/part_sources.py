@@ -171,7 +171,7 @@ def _has_current_folder(folder: Path) -> bool:
 
 
 def _is_of_root(name: str) -> bool:
-    """True for the files that this package makes directly in a root: the tracker, the run's and trainer locks."""
+    """True for the files that this package makes directly in a root: the tracker, the run's file, trainer locks."""
     is_lock = file_names.role_of_trainer_file(name) is not None
     return is_lock or name in (file_names.TRACKER_FILE, file_names.RUN_FILE)
 

@@ -180,7 +180,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Calls the function `refresh` of those tensors of the file that have one. Returns the new tensors by index."""
+        """Calls `refresh` of each tensor of the file that has this function. Returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.without.buffers if where == file):
             refresh = self.without.files[file].request.tensors[number].refresh

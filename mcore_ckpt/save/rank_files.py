@@ -51,8 +51,8 @@ _NOT_READY = (
 class RankFiles:
     """The files of this rank in one save.
 
-    Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order. The constructor checks and plans.
-    Work that can fail on a single rank is done there, before the ranks' first round.
+    Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order. The constructor checks and plans:
+    it does the work that can fail on a single rank, before the ranks' first round.
 
     Attributes:
         plan: which tensor is written where. Once the tensors are copied into images, the plan no longer refers to them.
@@ -60,8 +60,8 @@ class RankFiles:
         common: the state that all ranks share; empty on all ranks but rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.
 
-    Raises UnsupportedError if something cannot be saved completely, and MemoryError if a copy of the state does not
-    fit.
+    Raises UnsupportedError if something cannot be saved completely, and MemoryError if a copy of the state does not fit
+    into host memory.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class RankFiles:
         self._times.mark("planned")
         self._captured = self._copied(weights)
         if self.plan.on_gpu and not self._has_images:
-            # The threads that read the tensors use no stream. So wait here for the work of the training, and for that
-            # of the capture, which makes strided tensors contiguous.
+            # The threads that read the tensors use no stream. So wait here until the GPU has done the work of the
+            # training and of the capture, which makes strided tensors contiguous.
             wait_for_gpu(self._trainer.config.timeout_s)
         self._times.mark("captured")
         if self._is_async and len(self._images.files) < len(self.plan.files):
@@ -288,7 +288,7 @@ class RankFiles:
         return self._writer
 
     def close(self) -> None:
-        """Waits until no thread writes any more, unless the disk hangs, and frees the copies and the parts."""
+        """Waits until no thread writes any more, or the disk hangs, and then frees the copies and the parts."""
         if self._writer is not None:
             Work(self._writer.close, self._device_timeout_s).wait(deadlines.DISK_PATIENCE_S)
         self._parts.close()
@@ -313,8 +313,9 @@ class RankFiles:
 
     def _replicas(self, writer: FileWriter) -> ReplicaReport:
         """Returns the CRCs that rank 0 compares with those of other ranks."""
-        # Samples from a GPU were queued before the copies of tensors, and these copies have been written. A rank that
-        # copies no tensors, or only weights that it made before it queued the samples, has not waited for the samples.
+        # Samples from a GPU were queued before the copies of tensors. These copies have been written, so the samples
+        # have arrived, too. But a rank that copies no tensors, or only weights that were made before the samples were
+        # queued, has not waited for the samples.
         has_arrived = self._reads_gpu
         return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 

@@ -1,12 +1,12 @@
 """Compares replicated tensors between ranks, because replicas may have drifted apart.
 
 At each save, every rank computes the CRCs of small parts of a few such tensors, and sends them with its report. Rank 0
-compares them. Each save takes other tensors. With `verify_replicas`, the CRCs cover all bytes of all such tensors.
+compares them. Each save chooses other tensors. With `verify_replicas`, the CRCs cover all bytes of all such tensors.
 
 A list of tensors is compared between the ranks that have a list of the same names and regions. So no process group is
-needed, and states that a DistributedOptimizer cuts at other elements on another stage are not compared. The save's id
-chooses the tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always finds
-drift, because a lost reduction or broadcast changes all tensors.
+needed. States are not compared between stages on which a DistributedOptimizer cuts them at different elements. The
+save's id chooses the tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always
+finds drift, because a lost reduction or broadcast changes all tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ Member = tuple[str, Region, torch.Tensor]
 # 256 KiB for each list, in some 0.1 ms.
 _TENSORS, _BYTES = 4, 64 << 10
 
-# The most bytes of a GPU's tensor that are copied to the host at a time, if all bytes are compared.
+# If all bytes are compared, a tensor on a GPU is copied to the host in pieces of at most so many bytes.
 _PIECE_BYTES = 64 << 20
 
-# The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
+# The names of buffers that have a router's bias: with `moe_router_enable_expert_bias`, and with "quantile_balancing" of
+# megatron 0.19.
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
 # A later stage has a copy of this tensor if embeddings are tied or there are MTP layers.
@@ -56,7 +57,8 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         crcs: the CRCs of the chosen tensors of each list, by the list's label; None for a tensor that could not be
             read.
         names: the names of these tensors, if this rank has to send them.
-        mended: the tensors that two writers of a file have with different bytes, each with the ranks of the two.
+        mended: the tensors whose bytes differ between two writers of one file: (the tensor's name, the ranks of the two
+            writers).
     """
 
     crcs: dict[str, tuple[int | None, ...]] = {}
@@ -115,7 +117,8 @@ def replicated_tensors(
     """Returns the lists of this rank's tensors that other ranks have, too. Empty lists are left out.
 
     The states of a DistributedOptimizer are compared between tensor-parallel ranks, and between stages, only where
-    these cut a parameter at the same elements. `by_part` has the states of each chained optimizer (`parts`).
+    these ranks or stages cut a parameter at the same elements. `by_part` has the states of each chained optimizer
+    (`parts`).
     """
     replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
     first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
@@ -207,8 +210,8 @@ def take_samples(
 ) -> ReplicaSamples:
     """Reads small parts of a few tensors of each list: the same parts on all ranks, and other parts at each save.
 
-    The save's id (`attempt`) chooses them. With `everything`, it reads all bytes of all tensors, and waits for them.
-    Offloaded tensors are read from `copies`.
+    The save's id (`attempt`) determines the parts. With `everything`, this function reads all bytes of all tensors, and
+    waits until it has them. Offloaded tensors are read from `copies`.
     """
     return ReplicaSamples(tuple(_sample(each, attempt, everything, copies) for each in lists))
 
@@ -264,7 +267,7 @@ def _crc(part: torch.Tensor, seed: int = 0) -> int:
 
 @dataclass(frozen=True)
 class DifferentReplicas:
-    """A tensor that has different bytes on replicas, with the ranks of each version of it, the largest group first."""
+    """A tensor whose bytes differ between replicas, and the ranks that hold each version, the largest group first."""
 
     tensor: str
     ranks: tuple[tuple[int, ...], ...]
@@ -300,7 +303,7 @@ def compare_replicas(reports: Sequence[ReplicaReport]) -> tuple[DifferentReplica
 
 
 def _differences(by_rank: Mapping[int, Sequence[int | None]], names: Sequence[str]) -> Iterator[DifferentReplicas]:
-    # Nearly always all CRCs are equal. This makes that case fast, because there may be thousands of ranks.
+    # Nearly always all CRCs are equal. Handle this case fast, because there may be thousands of ranks.
     if len(set(by_rank.values())) == 1:
         return
     for number, every in enumerate(zip(*by_rank.values(), strict=True)):

@@ -29,8 +29,8 @@ LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18
 class SaveRequest:
     """The arguments of one call of `CheckpointManager.save`, checked and completed.
 
-    `called` is when the trainer called `save` (time.perf_counter()), which may have waited for an earlier save. Only
-    the `metrics` of rank 0 count.
+    `called` is when the trainer called `save` (time.perf_counter()). After that, `save` may have waited for an earlier
+    save. Only the `metrics` of rank 0 count.
     """
 
     saving: Saving
@@ -97,8 +97,8 @@ def _check_extra_state(trainer: Trainer, extra_state: object) -> None:
 def _find_folder(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
     """Returns the checkpoint's folder, and whether it is part of a step below the root.
 
-    `path` is the folder that the caller asks for; None if that is the usual folder. Raises InvalidArgumentError if it
-    cannot be used.
+    `path` is the folder that the caller asks for; None stands for the usual folder. Raises InvalidArgumentError if the
+    folder cannot be used.
     """
     role_dir = (
         file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))

@@ -100,7 +100,7 @@ class Root:
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the free space.
 
-        Rank 0 does it, while the other ranks wait. `need` has the files of all ranks.
+        Only rank 0 calls it, while the other ranks wait. `need` has the files of all ranks.
 
         Raises:
             LockedError: another trainer saves this role.
@@ -108,8 +108,8 @@ class Root:
             CommitError: the step already has a folder with another name, or belongs to another run.
             OSError: the lock cannot be written, or leftovers cannot be removed.
         """
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. These
-        # waits include the look at old steps before a refusal.
+        # The other ranks wait for this rank for `timeout_s` seconds at most, so all waits here together take at most
+        # 7/8 of that time. These waits include the look at old steps before a refusal.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         self._context.history.release()

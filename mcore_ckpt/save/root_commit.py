@@ -49,7 +49,8 @@ def commit_to_root(
 
     Args:
         context: what the saves of the manager share.
-        agreement, topic, attempt, write, describe: see `transaction.commit_together`, whose errors it raises.
+        agreement, topic, attempt, write, describe: see `transaction.commit_together`. This function raises the same
+            errors.
         move_tracker: runs on rank 0 once the checkpoint is in place.
         times: notes when the export has ended, for the manifest's timeline. None: the timeline stays as it is.
 
@@ -123,7 +124,7 @@ class OldSteps:
     Attributes:
         found: the decisions for the steps that will be deleted, or lose their optimizer. Another process may delete or
             pin these steps meanwhile.
-        saved: the argument of `SpaceWatch.foresee`, for after the deletion; None if `SpaceWatch` need not look.
+        saved: the argument for `SpaceWatch.foresee`, which is called after the deletion; None if it need not be called.
     """
 
     context: SaveContext
@@ -158,7 +159,7 @@ class OldSteps:
 
 
 def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPolicy) -> OldSteps:
-    """Finds the steps to delete after a commit, and warns if there are none and the next save will not fit.
+    """Finds the steps to delete after a commit. Warns if there are no such steps and the next save will not fit.
 
     This search runs right after the commit, because a later save with another policy may be committed when the deletion
     begins.
@@ -168,8 +169,8 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
     deletes = False
     if policy.max_to_keep is not None or policy.optimizer_for_last is not None:
         try:
-            # The commit has just looked at all files of this role, so `having_seen` keeps these from being looked at
-            # again.
+            # The commit has just looked at all files of this role, so `having_seen` marks the role as seen, which saves
+            # a second look.
             statuses = [status.having_seen(role_dir) for status in list_steps(context.trainer.root)]
             found = _to_do(statuses, policy, step)
             deletes = bool(_to_do(_with_whole(statuses, step), policy, step))

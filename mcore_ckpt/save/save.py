@@ -1,6 +1,6 @@
 """Runs one save, from the trainer's objects to a committed checkpoint, in one function: `save_step`.
 
-An async save runs on three threads. Otherwise the trainer's thread does the work of the save's thread, too.
+An async save runs on three threads. In any other save, the trainer's thread also does the work of the save's thread.
 
     trainer's thread   plan, open, capture    read the small values, decide what goes where, copy the state
     save's thread      write, commit          write the images, and make a checkpoint of the files together
@@ -75,7 +75,7 @@ def save_step(
             return background.refuse(SaveHandle(saving.step, files), error)
         assert files is not None, "a rank without files has failed the round, and all ranks have raised"
 
-        # Capture. From here on a rank that fails goes on nevertheless, and reports its failure in the commit.
+        # Capture. From here on, a rank that fails still goes on to the commit, and reports its failure there.
         with place.capturing():
             files.capture(place)
 

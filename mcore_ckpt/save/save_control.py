@@ -16,7 +16,7 @@ class SaveControl:
 
     Attributes:
         agreement: connects the ranks on the trainer's thread.
-        commits: connects them on the thread of the saves.
+        commits: connects the ranks on the thread of the saves.
         background: the saves that are under way.
         destination: where saves go.
         open_own: returns an agreement of the same ranks for the guard alone, which uses it on the trainer's thread.

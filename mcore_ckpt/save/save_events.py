@@ -14,7 +14,7 @@ from mcore_ckpt.save.save_times import SaveReport, SaveTimes
 
 
 class SaveEvents:
-    """The events of one save on this rank. All times passed to it are values of time.perf_counter()."""
+    """The events of one save on this rank. All times passed to its methods are values of time.perf_counter()."""
 
     def __init__(self, delivery: Delivery, step: int, role: str, rank: int, called: float) -> None:
         self._delivery, self._called = delivery, called

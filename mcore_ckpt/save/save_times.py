@@ -82,7 +82,7 @@ class SaveTimes:
         self.copied: float | None = None
 
     def mark(self, moment: str) -> float:
-        """Sets a moment to the current time, and returns it."""
+        """Sets a moment to the current time, and returns this time."""
         self._moments[moment] = now = time.perf_counter()
         return now
 
@@ -90,7 +90,7 @@ class SaveTimes:
         return self._moments[moment]
 
     def spans(self, now: float) -> dict[str, tuple[float, float]]:
-        """Returns the start and the end of each part that has begun. A part that has not ended ends now."""
+        """Returns the start and the end of each part that has begun. If a part has not ended, its end is `now`."""
         at = self._moments
         spans = {"wait": (self._called, at["started"]), "plan": (at["started"], at.get("planned", now))}
         copying = at.get("planned" if self.copies_first else "writing")
@@ -159,10 +159,11 @@ def timeline_of(times: Sequence[TimesRecord], commit: Span) -> SaveTimeline:
 
 
 def with_export(timeline: SaveTimeline, reports: Sequence[Record], commit: Span) -> SaveTimeline:
-    """Returns the timeline with the export of the HuggingFace model, which begins when a rank has written its files.
+    """Returns the timeline with the export of the HuggingFace model added.
 
-    Each rank's report says when the rank's part of the model was on the disk (`exported`, in microseconds). `commit` is
-    as in `timeline_of`, but begins at the end of the export.
+    On each rank, the export begins once the rank has written its files. Each rank's report says when the rank's part of
+    the model was on the disk (`exported`, in microseconds). `commit` is as in `timeline_of`, but begins at the end of
+    the export.
     """
     starts = timeline.write[1]
     ends = tuple(max(start, report["exported"]) for start, report in zip(starts, reports, strict=True))

@@ -65,7 +65,7 @@ def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterato
 def read_common(trainer: Trainer) -> dict[str, Any]:
     """Returns the optimizer and scheduler state that all ranks share.
 
-    The optimizers' steps and the members of their groups are not in it, because rank 0 may not know them.
+    The optimizers' steps and the members of their groups are left out, because rank 0 may not know them.
     """
     return {
         "optimizers": [
@@ -99,6 +99,6 @@ def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
 
 def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
     """Returns the sizes of the HuggingFace assets, by path."""
-    # Exported weights have the same kind of file. They are left out, because each save plans them anew.
+    # Files of exported weights have the same `kind`. They are left out, because each save plans them anew.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
