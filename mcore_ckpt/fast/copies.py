@@ -207,7 +207,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why one is still missing; None if none is."""
+        """Fetches the files that this node should have but lacks. Returns the reason if some do not come, else None."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))

@@ -36,8 +36,8 @@ _ANSWER_S = 30.0
 _IDLE_S = 300.0
 # The time between two checks of the deadlines (seconds).
 _LOOK_S = 0.5
-# How many connections are open at most: of known clients, and of clients that are not known yet. The second number must
-# be small, also because each connection has a thread.
+# How many connections are open at most: of known clients, and of clients that are not known yet. The second number is
+# small, also because each connection has a thread.
 _MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
 # How many descriptors stay free for the training and its saves.
 _SPARE_DESCRIPTORS = 64

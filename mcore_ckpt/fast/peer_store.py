@@ -40,8 +40,8 @@ class PeerStore:
     """The files that one node serves at `address`, "host:port". It implements `transport.Peer`.
 
     The class has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads
-    may use one object at once, each with its own connection. A request waits `timeout_s` seconds for its answer, and in
-    addition the time that the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
+    may use one object at once, each with its own connection. A request waits for its answer for `timeout_s` seconds,
+    plus the time that the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
     """
 
     def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:

@@ -102,7 +102,7 @@ def make_staging(attempt: Attempt, mode: int) -> None:
     """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError.
 
     `mode` is the mode of new folders, before the umask is applied. A folder that an older version has made may have a
-    more open mode. That does not matter, because only this training reads what is in it.
+    more open mode. A more open mode does no harm, because only this training reads what is in the folder.
     """
     while not attempt.staging.is_dir():
         make_parents(attempt.role_dir.parent, mode)
