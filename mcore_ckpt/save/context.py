@@ -108,7 +108,7 @@ def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | Non
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """The resources of one manager, which are given back at its end.
+    """The resources of one manager, which are given back when the manager ends.
 
     None of these objects may refer to the manager's `SaveContext`.
     """

@@ -1,11 +1,12 @@
-"""Delays methods that change the training state while the state is still being copied from the GPU.
+"""Delays method calls that would change the training state before the state has been copied from the GPU.
 
-These are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the trainer's objects.
-When guarded, they first make their stream wait for the copies. The host waits only where it reads a number of the
-state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a tensor is freed
-meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers are cloned on
-the GPU in stream order, because `expert_bias` changes before `step()`. Saves are snapshots if parameters live in
-gradient memory, or if a model is in training and its manager has no optimizer (`why_not_lazy`).
+The delayed methods are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the
+trainer's objects. A guarded method first makes its stream wait for the copies. The host waits only where it reads a
+number of the state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a
+tensor is freed meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers
+are cloned on the GPU in stream order, because `expert_bias` changes before `step()`. A save is a snapshot even in lazy
+mode if parameters live in gradient memory, or if a model is in training and its manager has no optimizer
+(`why_not_lazy`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ReservedImages:
 
 
 class HostImages:
-    """Owns the host memory for images, at most `limit` bytes, and makes the copies from the GPU, if any, into it."""
+    """Owns the host memory for images, at most `limit` bytes. Makes the copies from the GPU, if any, to this memory."""
 
     def __init__(self, timeout_s: float, gpu: int | None, limit: int | None = None) -> None:
         self._memory = HostMemory(limit)

@@ -103,7 +103,7 @@ class PartFiles:
 
         Raises:
             HungDiskError: the disk hangs, so that the staging folder, into which the functions write, is not there yet.
-            CommitError: a function raised something.
+            CommitError: a function raised an exception.
             InvalidTypeError: a function returned something that a part cannot consist of.
         """
         functions = {name: save for name, save in self._contents.items() if callable(save)}
@@ -231,7 +231,7 @@ class _Written:
     Attributes:
         name: the part's name.
         files: its files.
-        sizes: the sizes of the files that have taken disk space, by path: links to files of the trainer take none.
+        sizes: the sizes of the files that have taken disk space, by path. Links to files of the trainer take none.
         source: the file or folder that the trainer has named; None if it has named none.
         folders: the folders in the source.
     """

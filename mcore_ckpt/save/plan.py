@@ -73,7 +73,7 @@ class _KeptTensors:
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The files that this rank writes parts of, and the tensors to write, by file.
+    """The files that this rank writes completely or in part, and the tensors to write into each file.
 
     Attributes:
         files: the files, in the order in which they are written.
@@ -222,8 +222,8 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors, plan.weights), on_host=True, copies=copies)
 
 
-# Where addresses have 48 bits, no tensor with memory is below this address. On other systems all tensors may be below
-# it, and then each of them is checked.
+# Where addresses have 48 bits, no tensor with memory is below this address. On other systems, all tensors may be below
+# it. Then each tensor is checked.
 _LEAST_ADDRESS = 1 << 44
 
 

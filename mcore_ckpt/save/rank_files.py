@@ -159,8 +159,8 @@ class RankFiles:
     def _complete_weights(self) -> _native.DeviceEvent | None:
         """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
 
-        Weights that are made from main parameters are copied as they are made, because together they need too much
-        memory. Returns the event after the last copy.
+        Weights that are made from main parameters are copied as they are made, because all these weights together would
+        need too much memory. Returns the event after the last copy.
         """
         if not saves_model(self._trainer):
             return None

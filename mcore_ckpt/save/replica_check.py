@@ -318,7 +318,7 @@ def _differences(by_rank: Mapping[int, Sequence[int | None]], names: Sequence[st
 
 @dataclass(frozen=True, eq=False)
 class ReplicaWarnings:
-    """Warns of each tensor once, and of at most a few tensors, because drifted replicas differ in all tensors."""
+    """Warns once of each tensor, and of at most `most` tensors, because drifted replicas differ in all tensors."""
 
     most: int = 8
     _told: set[str] = field(default_factory=set)

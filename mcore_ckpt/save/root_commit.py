@@ -124,7 +124,7 @@ class OldSteps:
     Attributes:
         found: the decisions for the steps that will be deleted, or lose their optimizer. Another process may delete or
             pin these steps meanwhile.
-        saved: the argument for `SpaceWatch.foresee`, which is called after the deletion; None if it need not be called.
+        saved: the argument for `SpaceWatch.foresee`, which is called after the deletion; None if no call is needed.
     """
 
     context: SaveContext
