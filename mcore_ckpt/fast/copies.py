@@ -1,8 +1,8 @@
 """Brings copies of committed steps of the fast tier to other nodes, while the training continues.
 
 Each node's lead fetches the files that its node should have, from the nodes that have written these files. One step is
-fetched at a time. If several steps are committed meanwhile, only the newest of them is fetched next, because copies of
-the older steps would soon be useless.
+fetched at a time. If several steps are committed meanwhile, only the newest of these steps is fetched next, because
+copies of the older steps would soon be useless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the checkpoints that the nodes of the fast tier have together, and the places to read each of them from."""
+"""Finds the checkpoints that the nodes of the fast tier have together, and the places to read each checkpoint from."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def open_on_nodes(
 ) -> NodeAttempt:
     """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
 
-    `plan_durable` returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`. The other arguments are those of
+    `plan_durable` returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`. For the other arguments, see
     `steps.transaction.open_together`.
 
     Raises:
