@@ -42,7 +42,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# How many recent saves are remembered. The next save is expected to take no longer than the slowest of them.
+# How many recent saves are remembered. The next save is expected to take no longer than the slowest recent save.
 _REMEMBERED = 5
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits

@@ -124,8 +124,8 @@ class Destination(Protocol):
     ) -> Place:
         """Waits for all ranks, and checks that a save fits. Every rank calls it.
 
-        The arguments are those of `transaction.open_together`. Raises what `open_together` raises, NoRoomError if the
-        save does not fit, and LockedError if the lock belongs to another trainer.
+        For the arguments, see `transaction.open_together`. Raises what `open_together` raises, NoRoomError if the save
+        does not fit, and LockedError if the lock belongs to another trainer.
         """
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:

@@ -201,7 +201,7 @@ def _least_part(trainer: Trainer, write: TensorWrite, holders: int) -> int:
     """Returns how many bytes a file may add to the bound for one of its tensors.
 
     No file adds more than an equal part of the whole tensor, because the files may hold the same elements: norms and
-    routers are replicated over tensor parallelism, so the file of each rank has them whole.
+    routers are replicated over tensor parallelism, so each rank's file has these tensors whole.
     """
     shape = write.region.global_shape
     stored = min(write.tensor.nbytes, prod(shape) * write.tensor.dtype.itemsize // holders)

@@ -54,7 +54,7 @@ class PartFiles:
     Args:
         trainer: has the parts.
         runner: runs work under the watch of the disk.
-        sizes: see `PartSizes`. `committed` brings it up to date.
+        sizes: see `PartSizes`. `committed` updates these sizes.
 
     Attributes:
         names: the names of the parts that this rank saves.

@@ -102,7 +102,7 @@ class RankFiles:
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Limits each wait for a GPU, from now on, to this many seconds. An exiting interpreter calls it."""
+        """Limits each wait for a GPU, from now on, to this many seconds. An exiting interpreter calls this method."""
         self._device_timeout_s = seconds
         if self._writer is not None:
             self._writer.limit_device_wait(seconds)
@@ -312,7 +312,7 @@ class RankFiles:
         return self._nbytes + sum(file.size for file in written if file.index is None)
 
     def _replicas(self, writer: FileWriter) -> ReplicaReport:
-        """Returns the CRCs that rank 0 compares with those of other ranks."""
+        """Returns this rank's CRCs, which rank 0 compares with the CRCs of other ranks."""
         # Samples from a GPU were queued before the copies of tensors. These copies have been written, so the samples
         # have arrived, too. But a rank that copies no tensors, or only weights that were made before the samples were
         # queued, has not waited for the samples.

@@ -1,7 +1,8 @@
 """Compares replicated tensors between ranks, because replicas may have drifted apart.
 
-At each save, every rank computes the CRCs of small parts of a few such tensors, and sends them with its report. Rank 0
-compares them. Each save chooses other tensors. With `verify_replicas`, the CRCs cover all bytes of all such tensors.
+At each save, every rank computes the CRCs of small parts of a few such tensors, and sends the CRCs with its report.
+Rank 0 compares the CRCs of all ranks. Each save chooses other tensors. With `verify_replicas`, the CRCs cover all bytes
+of all such tensors.
 
 A list of tensors is compared between the ranks that have a list of the same names and regions. So no process group is
 needed. States are not compared between stages on which a DistributedOptimizer cuts them at different elements. The
