@@ -50,7 +50,13 @@ def describe_closest(
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well a table fits a folder: the number of placed tensors, and the patterns that only one of the two has."""
+    """How well a table fits a folder.
+
+    Attributes:
+        placed: the number of the folder's tensors for which the table has a place.
+        without_place: the patterns of the folder's tensors for which the table has no place.
+        lacking: the patterns of the tensors that the table needs and the folder lacks.
+    """
 
     model_type: str
     placed: int
@@ -61,7 +67,10 @@ class _Fit:
 def _by_tensors(
     known: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape]
 ) -> str | None:
-    """Names the table with the most places; None if no table that can read the config has a place for any tensor."""
+    """Names the table that has places for the most tensors. Tables that cannot read the config are left out.
+
+    Returns None if no table has a place for any tensor.
+    """
     fits = [fit for architecture in known if (fit := _fit(architecture, read, config, tensors)) is not None]
     best = max(fits, key=lambda fit: (fit.placed, -len(fit.lacking)), default=None)
     if best is None or not best.placed:

@@ -288,8 +288,8 @@ class SigmoidScores:
         if chosen >= groups:
             groups = chosen = None
         elif topk // chosen != 2:
-            # DeepSeek ranks groups by their 2 best experts, group_limited_topk (0.16.1) by their topk // group_topk
-            # best experts.
+            # DeepSeek ranks groups by their 2 best experts. Megatron's group_limited_topk (0.16.1) ranks groups by
+            # their topk // group_topk best experts.
             raise UnsupportedError(
                 f"config.json: num_experts_per_tok {topk} with topk_group {chosen} cannot be converted: megatron-core "
                 f"0.16.1 ranks groups by their {topk // chosen} best experts, but DeepSeek ranks groups by their 2 best"
@@ -341,7 +341,7 @@ class Mtp:
 
 
 class LatentHead:
-    """The rule for Megatron's sizes of latent attention that have no field of their own in `config.json`.
+    """The rule for `q_lora_rank`, and for `kv_channels`, for which `config.json` has no field.
 
     Latent attention itself does not use `kv_channels`. But in Megatron's local layer spec, the shape of the attention's
     output depends on `kv_channels`, so `kv_channels` must equal `v_head_dim`.

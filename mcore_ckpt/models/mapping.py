@@ -70,7 +70,7 @@ class HfTensor:
 
 
 def whole_tensor(name: str, source: str, shape: Shape, low_rank: LowRank | None = None) -> HfTensor:
-    """Returns a HuggingFace tensor that equals the whole tensor `source` of the source."""
+    """Returns a HuggingFace tensor that equals one whole tensor of the source. `source` is the name of that tensor."""
     return HfTensor(name, shape, (Slab(0, source, Region.whole(shape), low_rank=low_rank),))
 
 
@@ -150,7 +150,7 @@ def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[
 
     The names are the same in both forms, so the shapes decide. All tensors are looked at, because some can have the
     same shape in both forms. `tensors` has each stacked tensor with its shape in the other form. `names` maps the names
-    in the folder to its tensors. If `names` is no mapping, the form is unknown, and the result is False.
+    in the folder to its tensors. If `names` is not a mapping, the form is unknown, and the result is False.
     """
     if not isinstance(names, Mapping):
         return False

@@ -105,7 +105,8 @@ def to_hf_config(
         gpt: the known arguments of `GPTModel`, which `gpt_arguments` reads from a live model. `vocab_size` is
             HuggingFace's, without padding.
         base: the `config.json` to start from. `base` can be empty if `transformer` and `gpt` describe the model
-            completely. These never describe a vision tower, so a tower's fields (`vision_config`) must be in `base`.
+            completely. These two arguments never describe a vision tower, so a tower's fields (`vision_config`) must be
+            in `base`.
         is_value: whether the model has a value head; None if `base` decides.
 
     Raises:

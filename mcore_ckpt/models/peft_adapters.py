@@ -24,7 +24,7 @@ from mcore_ckpt.sharding.synonyms import found_as
 
 WEIGHT = ".weight"
 
-# Matches the names of weights; those of grouped experts end with the expert's number.
+# Matches the names of weights. The name of a weight of grouped experts ends with the expert's number.
 _IS_WEIGHT = re.compile(r".*\.weight\d*")
 # For each projection, its position among the HuggingFace tensors that make up the fused layer, and the number of these
 # tensors.
@@ -34,7 +34,7 @@ _COMPONENTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 
 def with_adapters(
     model: HfModel, wanted: Sequence[HfTensor], adapters: Mapping[str, Shape], alpha: float
 ) -> list[HfTensor]:
-    """Returns the same tensors, with the adapters of their slabs.
+    """Returns copies of the wanted tensors whose slabs have their adapters (`Slab.low_rank`).
 
     Args:
         wanted: tensors of the model, with Megatron's names as `mcore` in their slabs.
@@ -82,7 +82,8 @@ def _adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
 def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]]:
     """Yields the adapters that an mcore weight can have, each with a number or None.
 
-    For an adapter that experts share, the number is that of the weight's expert. For any other adapter, it is None.
+    For an adapter that experts share, the number says which expert the weight belongs to. For any other adapter, there
+    is no number.
     """
     if _IS_WEIGHT.fullmatch(name) is None:
         return
@@ -121,7 +122,7 @@ def _low_rank(
         raise UnsupportedError(f"{key.module} has an adapter, but its weight has {len(region.local_shape)} axes, not 2")
     rank = shapes[parts[LINEAR_IN]][-2]
     if key.component:
-        # The adapter of a component has the rows of the HuggingFace tensor, not those of the fused layer.
+        # The adapter of a component has the rows of the HuggingFace tensor, not the rows of the fused layer.
         region = Region.whole(region.local_shape)
     factors = {
         LINEAR_IN: Region.whole((rank, region.local_shape[1])),
@@ -197,8 +198,8 @@ class FullyTrained:
 
     Attributes:
         tensors: the tensors with PEFT's names, and with their names in the source as `mcore` in their slabs.
-        modules: the modules whose tensors are all in `tensors`, for `modules_to_save`. PEFT (0.21) reads other tensors,
-            such as a router's bias alone, straight into the base model.
+        modules: the modules whose tensors are all in `tensors`, for `modules_to_save`. PEFT (0.21) reads tensors of
+            other modules straight into the base model, such as a router's bias without the router's weight.
     """
 
     tensors: tuple[HfTensor, ...] = ()

@@ -154,7 +154,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class MultimodalRope:
-    """The rule for rotary embeddings with a part of each head for time, height and width ("mrope" in megatron).
+    """The rule for rotary embeddings in which each head has parts for time, height and width ("mrope" in megatron).
 
     transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". If
     `mrope_interleaved` is set (Qwen3-VL), the frequencies of time, height and width alternate. GPTModel cannot do that,

@@ -12,8 +12,8 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import check_known, gpt_arguments, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 
-# The facts that decide the order of rows in a tensor, which the tensor's shape does not show. Each fact is mapped to
-# the name of its size in the table.
+# The facts that decide the order of rows in a tensor. The tensor's shape does not show this order. Each fact is mapped
+# to the name of its size in the table.
 _ORDER = {
     "num_attention_heads": "heads",
     "num_query_groups": "groups",
@@ -55,7 +55,7 @@ def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
 def check_rows(
     saved: Facts, model: HfModel, saved_in: str = "in the checkpoint", stated_in: str = IN_CONFIG
 ) -> list[DifferentFact]:
-    """Does what `other_facts` does, and checks that both models have the same order of rows.
+    """Does what `other_facts` does, and checks that `model` has the same order of rows as the model that was trained.
 
     Raises CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
     """
@@ -76,11 +76,11 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
             show, and arguments that the module does not expose, are not compared. The model may lack multi-token
             prediction.
         hf_model: the model that the config describes, from `model_from_config`.
-        strict: False to accept differences that are made on purpose for a longer context (the rotary base). These are
-            only returned.
+        strict: False to accept differences that are made on purpose for a longer context (the rotary base). Such
+            differences are returned, but raise no error.
 
     Returns:
-        The differences: in each, `saved` is the config's value, and `live` is the model's.
+        The differences. In each of them, `saved` is the config's value, and `live` is the live model's value.
     """
     # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
     model = getattr(model, "language_model", None) or model

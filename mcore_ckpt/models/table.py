@@ -149,8 +149,9 @@ class Table:
             `hf_layer` in HuggingFace.
         mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are
             relative to `{mcore}mtp.layers.{n}.` in mcore and to `hf_mtp_layer` in HuggingFace. If one depth is a stack
-            of several layers, the rows can ask for the words "first" and "last", which are true of the stack's ends.
-            stacked: alternative rows for tensors of `layer`, used only on reading. In this form one tensor holds all
+            of several layers, `when` of a row can have the words "first" and "last", which are true of the first and
+            the last layer of the stack.
+        stacked: alternative rows for tensors of `layer`, used only on reading. In this form one tensor holds all
             experts, as in a model that transformers 5 has in memory. Names are relative to the same prefixes as in
             `layer`.
         ignored: regular expressions for the names of HuggingFace tensors that are left out.

@@ -139,7 +139,7 @@ def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
 
 
 def vision_of(config: HfConfig) -> Mapping[str, Any]:
-    """Returns the config's fields of a vision tower. Raises UnsupportedError if there are no such fields."""
+    """Returns the config's section that describes the vision tower. Raises UnsupportedError if there is none."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise UnsupportedError(f"config.json: vision_config is {vision!r}, but must be an object")

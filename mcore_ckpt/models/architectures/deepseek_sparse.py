@@ -27,7 +27,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers(layers: int, freq: int, offset: int) -> list[str]:
-    """Returns, for each layer, "full" if it has an indexer, or "shared" (`is_dsa_skip_topk_layer`, 0.19)."""
+    """Returns, for each layer, "full" if it has an indexer, and else "shared" (`is_dsa_skip_topk_layer`, 0.19)."""
     return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
 
 
@@ -123,7 +123,7 @@ _RULES = (
     Same("dsa_indexer_n_heads", "index_n_heads"),
     Same("dsa_indexer_head_dim", "index_head_dim"),
     Same("dsa_indexer_topk", "index_topk"),
-    # Both values are those of transformers (DeepseekV32Indexer), which does not rotate queries and keys, because that
+    # transformers has the same two values (DeepseekV32Indexer). It does not rotate queries and keys, because this
     # rotation changes none of their products.
     Constant("dsa_indexer_k_norm_epsilon", 1e-6),
     Constant("dsa_indexer_rotate_activation", False),

@@ -189,7 +189,10 @@ def _sizes_3_5(vision: Mapping[str, Any]) -> dict[str, int]:
 def _reader(
     language: Callable[[HfConfig], ModelFacts], tower: Callable[[Mapping[str, Any]], dict[str, int]], *facts: str
 ) -> Callable[[HfConfig], ModelFacts]:
-    """Returns `Architecture.read`, made from functions that read the decoder's facts and the tower's sizes."""
+    """Makes an architecture's function `read` from two functions that read the decoder's facts and the tower's sizes.
+
+    `facts` are further facts of the whole model.
+    """
 
     def read(config: HfConfig) -> ModelFacts:
         known = language(language_config(config, _SECTION))
@@ -225,7 +228,7 @@ def _rules_3_5(language: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(rope if isinstance(rule, Rope) else rule for rule in language)
 
 
-# The tower of Qwen3.5 is that of Qwen3-VL without mergers for features from inner layers.
+# Qwen3.5 has the tower of Qwen3-VL, but without mergers for features from inner layers.
 ARCHITECTURES = (
     Architecture(
         "qwen2_5_vl",
