@@ -26,7 +26,10 @@ def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
 
 
 def own_trained(shards: Sequence[LocalShard]) -> list[str]:
-    """Returns the names of this rank's parameters outside of adapters that are trained although others are frozen."""
+    """Returns the names of this rank's trained parameters that are not in adapters.
+
+    The list is empty if this rank has neither adapters nor frozen parameters.
+    """
     parameters = [s for s in shards if s.key.kind == MODEL and not s.is_buffer and not is_adapter(s.key.name)]
     trained = [shard.key.name for shard in parameters if not shard.is_frozen]
     # A model that has no adapters and no frozen parameters needs no list, because the list would have every parameter.

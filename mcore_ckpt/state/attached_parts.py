@@ -19,8 +19,9 @@ class HandOver:
     """A file or folder that the trainer gives away with a save. No byte is copied if the file system supports links.
 
     The file or folder is removed when the save has been committed. If the save fails, it stays. Nobody may change it
-    after the call of `save`. Whoever may read the step may read its files, also if they were closed to others before. A
-    file that has a second name elsewhere keeps its mode there: if the mode must change, its bytes are copied.
+    after the call of `save`. Everyone who may read the step may read the files that are given away, even if these files
+    were closed to others before. If a file has a second name elsewhere, it keeps its mode under that name: if the mode
+    in the step must differ, the file's bytes are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains one.
@@ -81,7 +82,7 @@ class SavedPart:
 
 
 # The content of a part: bytes, the path of a file or folder to copy, a HandOver, or None. A part's function returns
-# such content, or a second function that returns it and is called while the training continues.
+# such content, or a second function that is called while the training continues and returns such content.
 Content = Any
 Save = Callable[[Path], Content]
 Load = Callable[[SavedPart], object]
@@ -137,7 +138,7 @@ class AttachedParts:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Notes that this thread is in a function of a part, so that `refuse` can tell."""
+        """Records for `refuse` that this thread is in a function of the part `name`."""
         self._thread.part = name
         try:
             yield
@@ -147,7 +148,8 @@ class AttachedParts:
     def refuse(self, call: str) -> None:
         """Raises InvalidStateError if this thread is in a function of a part. `call` is the name of the refused call.
 
-        The manager would call the function again, without end. A save within a load could also mix parts of two steps.
+        Otherwise the manager would call the function again and again, and a save within a load could mix parts of two
+        steps.
         """
         part = getattr(self._thread, "part", None)
         if part is not None:
@@ -157,7 +159,7 @@ class AttachedParts:
             )
 
     def detach(self, name: str) -> None:
-        """Removes a part. Raises InvalidArgumentError if none has this name."""
+        """Removes a part. Raises InvalidArgumentError if no part has this name."""
         if self._by_name.pop(name, None) is None:
             raise InvalidArgumentError(f"no part {name!r} is attached; attached parts: {listed(list(self._by_name))}")
 

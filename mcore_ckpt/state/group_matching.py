@@ -138,8 +138,8 @@ class _Choice:
 
     Attributes:
         number: the number of the saved group; None if none is chosen.
-        is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because those of the
-            checkpoint always count.
+        is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because the
+            checkpoint's optimizer settings always count.
         open: the saved groups between which the settings cannot decide; empty if one is chosen.
     """
 

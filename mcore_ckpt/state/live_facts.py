@@ -20,7 +20,7 @@ _LLAMA3_WAVELENGTH = 8192
 
 
 def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
-    """Returns the facts of a live model: those of the language model, and of each other part that has a config."""
+    """Returns the facts of a live model: of its language model, and of each other part that has a config."""
     found: dict[str, Any] = {}
     for chunk in map(unwrap, chunks):
         whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni

@@ -1,8 +1,9 @@
 """Makes a model's weights from main parameters, where the weights' own memory cannot be saved or loaded.
 
 Quantized weights are made in this way. In a model with quantized weights and `overlap_param_gather`, all trained
-weights are made in this way, because megatron (0.16) gathers quantized weights for a save without the work that has to
-follow the gathering, and with `reuse_grad_buf_for_mxfp8_param_ag` megatron would gather gradients.
+weights are made in this way, for two reasons. When megatron (0.16) gathers quantized weights for a save, it leaves out
+the work that has to follow the gathering. And with `reuse_grad_buf_for_mxfp8_param_ag`, megatron would gather
+gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
 piece consists of the same part of each rank's shard of a bucket. So one `all_gather` makes a piece for any number of
@@ -39,7 +40,7 @@ _ALIGNMENT = 64
 class _Bucket:
     """A bucket of DistributedDataParallel with wanted weights, and the optimizer that updates it.
 
-    Each data-parallel rank owns a shard of it. The shards are equally long, and in the order of the ranks.
+    Each data-parallel rank owns a shard of the bucket. The shards are equally long, and in the order of the ranks.
     """
 
     part: OptimizerPart
@@ -225,13 +226,13 @@ NO_WEIGHTS = MainWeights({}, (), {})
 
 
 def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, has_memory: bool = True) -> MainWeights:
-    """Returns the weights that a save takes from main parameters. No rank waits for another rank.
+    """Returns the weights that a save takes from main parameters. Waits for no other rank.
 
     Args:
         chunks: the model's chunks on this rank.
         optimizer: megatron's optimizer, or None.
-        has_memory: whether to allocate the memory of the pieces. A failure of this allocation reaches all ranks. After
-            a later failure, other ranks would wait for this rank's part of a piece.
+        has_memory: whether to allocate the memory of the pieces. If this allocation fails, all ranks are told. If a
+            later allocation failed, other ranks would wait for this rank's part of a piece.
     """
     wanted = {id(weight) for chunk in chunks for weight in _taken_from_mains(chunk)}
     buckets = tuple(_buckets(optimizer, wanted))
@@ -268,7 +269,7 @@ def _taken_from_mains(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Sets the model's weights from the main parameters on all ranks, as a step does. All ranks call it."""
+    """Sets the model's weights from the main parameters, as a step does. All ranks must call this function."""
     if any(_shares_gradients(chunk) for chunk in chunks):
         _write_each(chunks, optimizer)
         return

@@ -114,7 +114,10 @@ def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Gathers the shards of a rank's parameters that other ranks own. All data-parallel ranks must call it together."""
+    """Fills this rank's parameters with the shards that other ranks own.
+
+    All data-parallel ranks must call this function together.
+    """
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
         # Since 0.17, layer-wise optimizers without a parameter layout overlap the gathering even without
@@ -260,8 +263,8 @@ def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_nam
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
     Any other shard is returned unchanged. The frameworks give some tensors of adapters a region that does not match the
-    weight: Megatron-Bridge does so where it permutes rows (see `permuted_in_bridge`), and ROLL (2026-08) ignores for B
-    of `linear_fc1` that the weight has two halves.
+    weight: Megatron-Bridge does so where it permutes rows (see `permuted_in_bridge`). For B of `linear_fc1`, ROLL
+    (2026-08) ignores that the weight has two halves.
     """
     if (matrix := peft_matrix(local_name)) is not None:
         return _cut_like_weight(shard, sharded, matrix)

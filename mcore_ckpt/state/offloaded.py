@@ -30,7 +30,7 @@ HostCopies = Mapping[int, HostCopy]
 
 
 def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
-    """Returns the host copies of those buffers of DistributedDataParallel that have no memory now.
+    """Returns the host copies of the buffers of DistributedDataParallel that have no memory now.
 
     verl (0.9.1, `offload_megatron_model_to_cpu`) keeps a copy as `param_data.cpu_data`, and megatron's own
     `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU.

@@ -1,8 +1,8 @@
 """Turns optimizers into named shards, and writes saved state back.
 
-Names and regions come from the model. The optimizer adds which flat range of each parameter this rank owns. A new class
-of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of optimizer
-keeps its state.
+Names and regions come from the model. The optimizer adds the flat range of each parameter that this rank owns. A new
+class of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of
+optimizer keeps its state.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def changes_model(optimizer: Any) -> bool:
 
 
 def gather_from_owners(optimizer: Any) -> None:
-    """Sends the parameters that each rank owns to the other ranks, if no buffer of DistributedDataParallel does it.
+    """Sends the parameters that each rank owns to the other ranks, unless DistributedDataParallel's buffers do so.
 
     All ranks must call this function.
     """

@@ -88,8 +88,8 @@ class SavedPart:
         starts_anew: whether the part takes over only main parameters, because it needs other moments than the saved
             ones.
         candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
-        of_moments: for each live group that keeps the run's values, the saved group whose settings of the optimizer
-            count nevertheless, or None.
+        of_moments: for each live group that keeps the run's values, the saved group whose optimizer settings count
+            nevertheless, or None.
         numbers: for each live group, the number of its saved counterpart, or None.
     """
 
@@ -142,8 +142,9 @@ class SavedGroups:
     def with_members(
         self, groups: Sequence[LiveGroup], members: Iterable[tuple[int, str, str]], candidates: Sequence[int]
     ) -> tuple[LiveGroup, ...]:
-        """Returns the live groups with what this rank knows of their members, such as the saved groups that had them.
+        """Returns the live groups, completed with what this rank knows about their members.
 
+        Each group gets the name of one of its members, and the saved groups that had some of its members.
         `members` has, for each parameter, the place of its group in `groups`, its name in this run, and its name in the
         checkpoint. `candidates` are the saved groups that may be counterparts.
         """
@@ -183,7 +184,7 @@ class GroupChanges:
     replaced: tuple[str, ...] = ()
 
     def warn(self, where: Any) -> None:
-        """Logs the messages. Only one rank calls it."""
+        """Logs the messages. Only one rank calls this method."""
         if self.kept:
             logger.warning(
                 "%s: has no param group for some of this run's groups, so they keep the run's rates: "
@@ -209,8 +210,8 @@ class GroupMatch:
 
     Attributes:
         numbers: for each live group's key, the number of the saved group; None if the live group keeps the run's rates.
-        of_moments: for groups that keep the run's rates, by key, the number of the saved group whose settings of the
-            optimizer count nevertheless.
+        of_moments: for the keys of live groups that keep the run's rates, the number of the saved group whose optimizer
+            settings count nevertheless.
     """
 
     numbers: Mapping[str, int | None]
@@ -249,7 +250,10 @@ def match_groups(
 
 
 def in_order(keys: Iterable[str], numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:
-    """Returns the counterparts of a part's groups, given by their keys, in the order of this rank."""
+    """Returns the fields of each group's counterpart; None for a group without counterpart.
+
+    `keys` are the keys of a part's groups in the order of this rank. The result has the same order.
+    """
     found = map(numbers.get, keys)
     return [None if number is None else saved[number].fields for number in found]
 
@@ -317,7 +321,10 @@ def _check_may_start_anew(part: OptimizerPart, saved: Sequence[Mapping[str, Any]
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
-    """Returns True if both have the same kinds of groups (experts, other parameters), or if `part` has no groups."""
+    """Returns True if a part and a saved part have the same kinds of groups (experts, other parameters).
+
+    Returns True, too, if `part` has no groups.
+    """
     here, there = (set(map(is_of_experts, groups)) for groups in (part.param_groups, saved["param_groups"]))
     return not here or here == there
 

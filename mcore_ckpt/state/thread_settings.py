@@ -45,7 +45,7 @@ def _settings_on(stream: torch.cuda.Stream | None, gpu: int | None, timeout_s: f
 def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
     """Lets the body of `with` read and change a training state on GPU number `gpu`; None: in host memory.
 
-    The GPU becomes the current one. In a new thread, GPU 0 is the current one, but it may belong to another training.
+    The GPU becomes the current GPU. In a new thread, the current GPU is GPU 0, which may belong to another training.
     Inference mode is off, because a moment that was made or changed in inference mode would fail in the next step of
     the optimizer. Tensors that the body creates without naming a device are in host memory. Each wait for a GPU ends
     after at most `timeout_s` seconds.

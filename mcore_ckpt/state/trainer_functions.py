@@ -1,4 +1,4 @@
-"""Calls functions that the trainer has passed, such as those of a part."""
+"""Calls functions that the trainer has passed, such as the functions of a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Makes a `Trainer` from a training's objects: each rank reads its own part, then all ranks compare and complete it.
+"""Makes a `Trainer` from a training's objects.
+
+Each rank reads its part of the objects. Then all ranks compare what they have read, and complete their trainers.
 
 Objects that cannot be saved or loaded completely are refused here, on all ranks together, before any change.
 """

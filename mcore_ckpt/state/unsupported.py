@@ -31,7 +31,7 @@ _MODULES = {
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
     # This class has one weight (0.17) where other layer specs, HuggingFace and megatron's own checkpoints have two.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
-    # In the next two, transformer-engine may reorder the rows of gated linear units (0.18, 0.19).
+    # In the next two classes, transformer-engine may reorder the rows of gated linear units (0.18, 0.19).
     "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
     "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
@@ -140,7 +140,10 @@ def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    """Returns True if elements may share a place; exact for tensors made by expand, slices, transpose and unfold."""
+    """Returns True if elements may share a place in memory.
+
+    The answer is exact for tensors made by expand, slices, transpose and unfold.
+    """
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     reach = 0
@@ -209,7 +212,7 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
     With EP = 1 and ETP ≠ TP, the replicas of an expert are not the ranks that replicate dense tensors. Until 0.18,
     megatron still reduces the gradients of experts over the replicas of dense tensors, because it marks experts by
     `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). The replicas of experts drift apart (as seen
-    in a test), so the values of one replica, which are all that a checkpoint has, could not restore the others.
+    in a test). A checkpoint has the values of only one replica, so a load could not restore the other replicas.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
         for shard in model:
@@ -233,8 +236,8 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
     """Raises UnsupportedError if two pipeline stages have tensors of the same name that megatron does not tie.
 
-    A load would give one stage's values to both. megatron ties the copies of the token embedding, but not the copies of
-    learned positions, which a stage with multi-token prediction also has.
+    A load would give one stage's values to both stages. megatron ties the copies of the token embedding, but not the
+    copies of learned positions, which a stage with multi-token prediction also has.
 
     `by_rank` has, for one rank of each stage, the names of the tensors in no numbered layer. The lists of the other
     ranks are empty.
@@ -278,7 +281,7 @@ def refuse_unsupported_optimizer(optimizer: Any, chunks: Sequence[torch.nn.Modul
 
 
 def refuse_quantized_without_mains(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    """Raises UnsupportedError for quantized weights whose main parameters cannot be taken, or cannot be put back."""
+    """Raises UnsupportedError for quantized weights that cannot be made from main parameters, or cannot be loaded."""
     for part in optimizer_parts(optimizer) if has_quantized(chunks) else ():
         if any(is_quantized(each.parameter) for each in part.mains()):
             _refuse_quantized(part)

@@ -1,6 +1,6 @@
 """transformer-engine's FusedAdam, which may keep main parameters itself, and may keep its state in 16 or 8 bits.
 
-megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns both on. FusedAdam then gets ranges of the model's own
+megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns on both. FusedAdam then gets ranges of the model's own
 parameters, and keeps the main parameter of each as `master_param` in its state. Tensors of fp16 and fp8 have a scale.
 With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16 parameter
 has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, so the two tensors may only

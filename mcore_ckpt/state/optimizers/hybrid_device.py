@@ -1,12 +1,13 @@
 """HybridDeviceOptimizer (`optimizer_cpu_offload`), which updates some of the parameters in host memory.
 
-megatron-core 0.16 to 0.19 have the same class. It has an optimizer for the parameters that stay on the device, and one
-or several for those in host memory. Each of its parameters has an inner parameter, which one of these optimizers
-updates: a copy in host memory, a copy in fp32, or the parameter itself. The inner parameter has the exact values.
+megatron-core 0.16 to 0.19 have the same class. It has one inner optimizer for the parameters that stay on the device,
+and one or several inner optimizers for the parameters in host memory. Each parameter of HybridDeviceOptimizer (an outer
+parameter) has an inner parameter, which one of the inner optimizers updates: a copy in host memory, a copy in fp32, or
+the outer parameter itself. The inner parameter has the exact values.
 
-The inner parameter is saved and filled. After a load it is copied to HybridDeviceOptimizer's own parameter, the outer
-one, and `_sync_sub_optimizers_state_to_hdo` makes the outer state show the inner state again. The number of steps is
-set only in the inner optimizers. If the outer groups had a number of steps, megatron would copy that number to the
+A save stores the inner parameter, and a load fills it. After a load, the inner parameter is copied to the outer
+parameter, and `_sync_sub_optimizers_state_to_hdo` makes the outer state show the inner state again. The number of steps
+is set only in the inner optimizers. If the outer groups had a number of steps, megatron would copy that number to the
 inner optimizers before every step. The arguments of the constructor, which torch puts into the groups, are not saved,
 so that a run with another offload fraction can load the groups.
 """

@@ -22,7 +22,7 @@ class OptimizerKind:
     """A kind of state.
 
     Attributes:
-        name: its name in checkpoints.
+        name: the kind's name in checkpoints.
         classes: the classes of optimizers that keep this state. Classes derived from them keep it, too.
         moments: the tensors with one element per element of a parameter, so that they can be divided as the parameter
             is.

@@ -44,7 +44,7 @@ class MainParameter:
     upper: torch.Tensor | None = None
 
     def copy_from(self, weight: torch.Tensor) -> None:
-        """Takes over the elements that this rank owns from values of the whole parameter."""
+        """Sets the elements that this rank owns. `weight` has the values of the whole parameter."""
         own = weight.detach().reshape(-1)[slice(*self.flat)]
         self.main.copy_(own.view(self.main.shape))
 
