@@ -244,8 +244,8 @@ class NormalizedTopk:
     to all experts.
 
     Attributes:
-        always: True if the weights add up to 1 in all models of the architecture, so that their configs have no field
-            that says so.
+        always: True if the weights add up to 1 in all models of the architecture. The configs of such models have no
+            field for this.
     """
 
     always: bool = False

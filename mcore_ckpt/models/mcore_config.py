@@ -308,7 +308,7 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds fields that only transformers 4 or only 5 reads, because both assume defaults for missing fields."""
+    """Adds fields that only transformers 4 or only 5 reads, because both versions use defaults for missing fields."""
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:

@@ -34,7 +34,7 @@ _COMPONENTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 
 def with_adapters(
     model: HfModel, wanted: Sequence[HfTensor], adapters: Mapping[str, Shape], alpha: float
 ) -> list[HfTensor]:
-    """Returns copies of the wanted tensors whose slabs have their adapters (`Slab.low_rank`).
+    """Returns copies of the wanted tensors, with the adapter in each slab that has one (`Slab.low_rank`).
 
     Args:
         wanted: tensors of the model, with Megatron's names as `mcore` in their slabs.

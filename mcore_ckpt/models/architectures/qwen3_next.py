@@ -55,7 +55,7 @@ def _read(config: HfConfig) -> ModelFacts:
     layers = mixed_layers(is_linear(config), is_sparse(config))
     # The layer of multi-token prediction has full attention, but megatron builds this layer with the spec of the
     # decoder's last layer (get_gpt_mtp_block_spec, 0.16.1). If the decoder's last layer has linear attention, megatron
-    # has no counterpart for the layer of multi-token prediction, and its tensors count as unknown.
+    # has no counterpart for the layer of multi-token prediction, and the tensors of that layer count as unknown.
     mtp = () if "linear" in layers[-1] else (layers[-1],)
     return ModelFacts(sizes, frozenset(facts), layers, unstated_mtp=mtp)
 
