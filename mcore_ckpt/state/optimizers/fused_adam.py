@@ -3,8 +3,8 @@
 megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns on both. FusedAdam then gets ranges of the model's own
 parameters, and keeps the main parameter of each as `master_param` in its state. Tensors of fp16 and fp8 have a scale.
 With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16 parameter
-has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, so the two tensors may only
-change together.
+has the upper 16 bits, rounded half up. A value's bits are `(parameter << 16) + master_param`, so the two tensors may
+only change together.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class OptimizerKind:
         moments: the tensors with one element per element of a parameter, so that they can be divided as the parameter
             is.
         optional: moments that only some settings add.
-        bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, so
-            that they cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's
-            part.
+        bound: a function that returns, by kind, the shapes of the tensors that belong to a rank's whole part of a
+            parameter. If the parameter is divided in another way, these tensors cannot be divided in the same way. The
+            arguments of the function are the optimizer and the shape of the rank's part.
         has_step: whether an optimizer with this state counts steps.
         step_is_int: whether the step in its state is a number, and not a tensor.
     """

@@ -182,7 +182,7 @@ class OptimizerPart:
         return 0 if kind is None else _FP32_BYTES * (len(kind.moments) or len(kind.bound(self.inner, (1, 1))))
 
     def bound_shapes(self, main: torch.Tensor) -> Shapes:
-        """Returns the shapes, by kind, of the state that belongs to this rank's part of a parameter as a whole."""
+        """Returns, by kind, the shapes of the state that belongs to this rank's whole part of a parameter."""
         kind = self.kind
         return {} if kind is None else kind.bound(self.inner, tuple(main.shape))
 
@@ -219,7 +219,8 @@ class OptimizerPart:
     def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """Returns the tensor with the elements of the main parameter or of a moment, for the caller to fill.
 
-        If there is no such moment yet, this makes one, with `dtype` unless the optimizer prescribes another.
+        If there is no such moment yet, this function makes it, with `dtype` unless the optimizer prescribes another
+        dtype.
         """
         if kind == PARAM:
             return each.main
@@ -229,7 +230,7 @@ class OptimizerPart:
         return moments[kind]
 
     def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
-        """Sets a main parameter or moment whose form is not plain (`Form.is_plain`) from float32 values."""
+        """Sets, from float32 values, a main parameter or a moment whose form is not plain (`Form.is_plain`)."""
         raise NotImplementedError(f"{type(self).__name__} keeps all state in a plain form")
 
     def watched(self) -> list[torch.Tensor]:
