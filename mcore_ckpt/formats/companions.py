@@ -155,7 +155,7 @@ def _is_json(file: Path) -> bool:
 
 
 def _ends_like_json(file: Path) -> bool:
-    """Returns True if the last bracket of a file that is too large to be decoded closes the first one."""
+    """Returns True if the last bracket closes the first bracket in a file that is too large to be decoded."""
     with file.open("rb") as opened:
         first = opened.read(_BLANKS).lstrip()[:1]
         opened.seek(-min(_BLANKS, opened.seek(0, os.SEEK_END)), os.SEEK_END)

@@ -1,8 +1,8 @@
 """Defines how a load asks for a training's state in another program's checkpoint, and how this state is returned.
 
 A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. This class knows the format of its kind, but none of
-the trainer's objects, and changes nothing.
+`verl_ranks/state.py`, answers with CPU tensors and plain values. A `ForeignState` knows the format of its kind, but
+none of the trainer's objects, and changes nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OwnedRange:
     """A parameter, and the flat range `[start, stop)` of it for which this rank owns optimizer state.
 
     Attributes:
-        has_bound_state: whether the optimizer also has state of another shape than the parameter's.
+        has_bound_state: whether the optimizer also has state whose shape differs from the parameter's shape.
     """
 
     name: str
@@ -166,7 +166,7 @@ class LiveTraining:
         state_dicts: a function that returns the state dict of each chunk, with live tensors.
         sharded: a function that returns the model's tensors, as `sharded_state_dict` describes them. The function's
             argument is the metadata for `sharded_state_dict`: flags by name.
-        chosen: a function that takes tensors of the model and the names in the checkpoint, and returns those of the
+        chosen: a function that takes tensors of the model and the names in the checkpoint, and returns only the
             tensors that the load fills.
     """
 
@@ -181,7 +181,10 @@ class LiveTraining:
     chosen: Callable[[Sequence[ModelTensor], Collection[str]], Sequence[ModelTensor]]
 
     def require_distributed(self) -> None:
-        """Raises UnsupportedError unless all parts are DistributedOptimizers, for state that only these can load."""
+        """Raises UnsupportedError unless all parts with parameters are DistributedOptimizers.
+
+        Callers use this method for state that only a DistributedOptimizer can load.
+        """
         for part in self.parts:
             if not part.is_empty and not part.is_distributed:
                 raise UnsupportedError(
@@ -253,7 +256,7 @@ class ForeignState:
     was_quantized: bool = False
 
     def weights(self) -> Sequence[FoundWeight]:
-        """Reads the model's tensors of this rank.
+        """Reads this rank's tensors of the model.
 
         If only the optimizer is loaded, the weights are read to check the optimizer's state. The list is empty if the
         checkpoint has no weights.

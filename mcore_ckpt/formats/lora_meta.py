@@ -10,8 +10,8 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 
-# verl (0.5 to 0.9) writes alpha and the rank into this file. Its checkpoint manager for FSDP puts the file next to the
-# shards, its SFT trainer into the step's folder.
+# verl (0.5 to 0.9) writes alpha and the rank into this file. verl's checkpoint manager for FSDP puts the file next to
+# the shards, and verl's SFT trainer puts the file into the step's folder.
 _LORA_META = "lora_train_meta.json"
 
 

@@ -18,7 +18,7 @@ from mcore_ckpt.sharding.regions import Region
 class ShardReader:
     """Reads shards of model tensors; implements `formats.contract.CheckpointReader`.
 
-    It reads only the wanted bytes, on several threads, directly into the target memory.
+    A `ShardReader` reads only the wanted bytes, on several threads, directly into the target memory.
 
     Args:
         tensors: the dtype and the global shape of each tensor.

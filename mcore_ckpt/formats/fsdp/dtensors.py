@@ -132,6 +132,6 @@ def _flat(numbers: Any) -> Shape:
 
 
 def _offsets(lengths: Shape, strides: Shape) -> Iterator[int]:
-    """Yields the offsets of all places along an axis, which can be several axes folded into one."""
+    """Yields the offsets of all places along an axis. An axis that was folded from several axes has several lengths."""
     for index in product(*map(range, lengths)):
         yield sum(at * stride for at, stride in zip(index, strides, strict=True))

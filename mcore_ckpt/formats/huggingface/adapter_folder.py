@@ -54,7 +54,7 @@ def plan_adapter_folder(
     """Plans the folder of an adapter.
 
     Args:
-        adapted: the HuggingFace tensors, whose slabs have their adapters (`models.peft_adapters.with_adapters`).
+        adapted: the HuggingFace tensors. Their slabs have the adapters (`models.peft_adapters.with_adapters`).
         tensors: the tensors of the source by name.
         dtype: the dtype to write; None keeps the stored dtypes.
         base: the name or folder of the base model, for `adapter_config.json`.

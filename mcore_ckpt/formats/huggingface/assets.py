@@ -107,7 +107,7 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
 def _generation_text(hf_config: Any) -> str | None:
     """Returns `hf_config.generation_config` as text; None if there is no text.
 
-    There is none if the field is not set, or if `save_pretrained` is the only way to write its value.
+    There is no text if the field is not set, or if only `save_pretrained` can write the field's value.
 
     Raises UnsupportedError if JSON cannot express the field.
     """
@@ -167,8 +167,8 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     }
 
 
-# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map` names files of code, and a trainer
-# may leave these out on purpose.
+# transformers 5 keeps the first four fields in `rope_parameters` and `dtype`. `auto_map` names files of code, which a
+# trainer may leave out on purpose.
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 

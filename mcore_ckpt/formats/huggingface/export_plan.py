@@ -6,8 +6,8 @@ In a vocabulary, only the rows after the tokenizer's last token are padding. If 
 If `config.json` states fewer rows than the embedding has, and the tokenizer has more tokens than the embedding has
 rows, the export is refused, because it is unknown which rows belong to tokens.
 
-`plan_tensors` compares the shape of every planned tensor with that of its source. So no rows except padding can be
-lost, not even rows of weights that were trained in full next to adapters.
+`plan_tensors` compares the shape of every planned tensor with the shape that the tensor has in the source. So no rows
+except padding can be lost, not even rows of weights that were trained in full next to adapters.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class UnknownTensorsError(CheckpointMismatchError):
     """The source has tensors that the model does not have."""
 
 
-# The router adds this bias in fp32, even if the model's dtype is another one (`Router._maintain_float32_expert_bias`,
+# The router adds this bias in fp32, even if the model has another dtype (`Router._maintain_float32_expert_bias`,
 # megatron-core 0.16.1). A rounded bias would send tokens to other experts.
 _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 
 @dataclass(frozen=True)
 class QuantizedPart:
-    """Says that a file has the codes of a tensor, or, with `is_scales`, the scales.
+    """Marks an entry of a file as the codes of a quantized tensor, or, if `is_scales` is True, as the scales.
 
-    `source` is the dtype of the values.
+    `source` is the dtype of the tensor's values.
     """
 
     blocks: Fp8Blocks
@@ -110,7 +110,8 @@ class ExportPlan:
 
     Attributes:
         files: the files, in the order of HuggingFace's tensors.
-        dtype: the dtype of most elements (of quantized tensors: before quantization), which `config.json` states.
+        dtype: the dtype of most elements, which `config.json` states. For quantized tensors, the dtype before
+            quantization counts.
         has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention such
             layers.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
@@ -170,7 +171,7 @@ def plan_export(
     """
     wanted = hf_tensors(model)
     mtp = [tensor for tensor in wanted if is_mtp(model, tensor.name)]
-    # Ignore copies here: they are copies of the embedding and the head, which every model has, even without multi-token
+    # Ignore copies of the embedding and the head: every model has these two tensors, even without multi-token
     # prediction.
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
     without = set() if has_mtp else {tensor.name for tensor in mtp}
@@ -207,7 +208,7 @@ def plan_tensors(
     has_mtp: bool = False,
     blocks: Fp8Blocks | None = None,
 ) -> ExportPlan:
-    """Plans files with the given HuggingFace tensors, for example of a source that itself has HuggingFace names.
+    """Plans files with the given HuggingFace tensors, for example the tensors of a source with HuggingFace names.
 
     Args:
         wanted: the tensors to write. `mcore` in their slabs is the tensor's name in the source.
@@ -268,7 +269,8 @@ def _resolve(
     Returns the names, and the tensors of the source that are left out.
     """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    # If only one of the source and `model` is a HybridModel, the same parts are in layers with other numbers.
+    # If one of the source and `model` is a HybridModel and the other one is not, equal parts have different layer
+    # numbers.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
     why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}

@@ -6,8 +6,8 @@ block.
 The fields of the model's `quantization_config` decide the blocks, the form of the scales and which modules are left
 out. In all other modules, the weights that have the names of linear layers are quantized.
 
-Codes and scales are two tensors of a file, and computing either needs whole rows of blocks, so the source is read
-twice. Keeping the scales from the first reading would be possible only if one process wrote all files.
+The codes and the scales of a weight are two tensors. Computing either tensor needs whole rows of blocks, so the source
+is read twice. Keeping the scales from the first reading would be possible only if one process wrote all files.
 
 The largest value of a block gets the largest code (if scales are powers of two: a code above half of the largest). So a
 published model that is dequantized and quantized again gets the same codes bit for bit, and the same scales within the
@@ -131,7 +131,7 @@ class Fp8Blocks:
         The largest value of a block gets the largest code.
 
         Args:
-            values: the values, as a matrix of any floating-point dtype that begins with a block.
+            values: a matrix of any floating-point dtype. Its first element is the first element of a block.
 
         Returns:
             The codes, of the shape of `values`, and the scales of its blocks.

@@ -8,7 +8,7 @@ Only files that the caller reads or copies are downloaded: `config.json` and the
 lists, or the assets, or all of these.
 
 The hub is never asked for a name that can only be a path: `name`, `./owner/name`, `/owner/name`.
-`consolidated.safetensors`, `*.bin` and folders such as `original/` hold the same weights once more, so they are not
+`consolidated.safetensors`, `*.bin` and folders such as `original/` hold copies of the same weights, so they are not
 downloaded. huggingface_hub has no pattern that matches only files outside of folders, so `_in_other_folders` makes
 patterns that exclude the files in folders. One rank of each node downloads: the first rank with the same host
 (`ranks/hosts.py`) and the same cache. The other ranks of the node wait in the same round, with a deadline of hours

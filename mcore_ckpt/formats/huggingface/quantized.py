@@ -209,8 +209,9 @@ _FINDERS: Mapping[str, _Finder] = {"fp8": _find_fp8, "mxfp4": _find_mxfp4, "comp
 def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, equal_parts: bool) -> QuantizedTensor:
     """Describes a tensor with one scale for each block.
 
-    The shape of the scales must fit blocks of the size `block`, which the config states, or one scale for each matrix,
-    or one scale for each row. With `equal_parts`, the shape may also fit any other division into equal blocks.
+    The shape of the scales must fit one of three divisions: blocks of the size `block`, which the config states; one
+    scale for each matrix; or one scale for each row. With `equal_parts`, the shape may also fit any other division into
+    equal blocks.
     """
     if len(values.shape) < 2:
         raise _not_together(values, scales)

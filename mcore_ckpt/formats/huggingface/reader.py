@@ -41,7 +41,7 @@ class FolderContents:
     Ranks that cannot see the folder use these contents to plan.
 
     Attributes:
-        config: the parsed `config.json`; if the folder has an adapter, that of the base model.
+        config: the parsed `config.json`; if the folder has an adapter, the `config.json` of the base model.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
         adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model.
@@ -103,7 +103,10 @@ def spelled_by_table(config: HfConfig, tensors: Mapping[str, _Tensor]) -> dict[s
 
 
 def without_doubles(spelled: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
-    """Maps the table's spelling of each name to the name. Raises CheckpointMismatchError if two names become one."""
+    """Maps the table's spelling of each name to the name.
+
+    Raises CheckpointMismatchError: the table spells two of the names in the same way.
+    """
     found: dict[str, str] = {}
     for name in names:
         if (other := found.setdefault(spelled(name), name)) != name:

@@ -139,7 +139,8 @@ def read_file(path: Path) -> list[HfStored]:
 class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
     """A header's entry for a tensor.
 
-    The entry `__metadata__` is parsed with this class, too. Its fields are texts, and can have the same names.
+    The entry `__metadata__` is parsed with this class, too. The fields of `__metadata__` are texts, and can have the
+    names of this class's fields.
     """
 
     data_offsets: tuple[Natural, Natural] | str | msgspec.UnsetType = msgspec.UNSET

@@ -256,11 +256,9 @@ def _listed(folder: Path) -> Collection[str]:
 def _entries(
     folder: Path, below: str, destination: Path, kinds: Sequence[Unwanted]
 ) -> Iterator[tuple[str, Unwanted | None]]:
-    """Yields the path of each file, with the `Unwanted` that leaves the file out, or None.
+    """Yields the path of each file, with the `Unwanted` that leaves the file out, or None if the file is kept.
 
-    Files in subfolders come last.
-
-    For a folder that an `Unwanted` leaves out, yields one path.
+    Files in subfolders come last. For a folder that an `Unwanted` leaves out, only the folder's path is yielded.
     """
     with os.scandir(folder / below) as found:
         entries = sorted(found, key=lambda entry: (entry.is_dir(follow_symlinks=False), entry.name))

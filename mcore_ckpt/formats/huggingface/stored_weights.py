@@ -4,10 +4,10 @@ Only the codes of the wanted elements and the scales of their blocks are read, a
 
 One formula serves all forms: the value of the code times the scale of its block is computed in float32, and rounded
 once to the dtype of the model. In the form `compressed-tensors`, the product is first rounded to the dtype of the
-scales, as that library does. So the values are bit for bit those of transformers. But transformers refuses tensors with
-smaller blocks at the end, which are read here. C++ computes the product (`csrc/dequantize.cpp`) with a table of 256
-values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a tenth of what the
-disk delivers.
+scales, as that library does. So the values equal the values in transformers bit for bit. This module also reads
+tensors with smaller blocks at the end, which transformers refuses. C++ computes the product (`csrc/dequantize.cpp`)
+with a table of 256 values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a
+tenth of what the disk delivers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class StoredWeights:
     """The tensors of a HuggingFace folder.
 
     Attributes:
-        tensors: all tensors by name, as if none of them were quantized. For a quantized tensor, file, offset and size
-            are those of its codes.
+        tensors: all tensors by name, as if none of them were quantized. A quantized tensor has the file, offset and
+            size of its codes.
 
     See `logical_tensors` for the arguments and errors.
     """
@@ -233,7 +233,8 @@ def _read_parts(folder: Path, parts: Sequence[_Part]) -> int:
 
 
 def _as_bytes(part: _Part) -> torch.dtype:
-    # Reads depend only on the size of an element, and `checkpoint.dtypes` has no dtype for powers of two.
+    # Read powers of two as uint8, because `checkpoint.dtypes` has no dtype for them. A read depends only on the size of
+    # an element.
     dtype = part.tensor.scales.dtype
     return torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
 

@@ -87,7 +87,7 @@ def _of_object(data: bytes) -> int:
 
 
 def _count_of(pairs: bytes) -> int:
-    """Returns the number of lists in a list."""
+    """Returns the number of inner lists in a JSON list of lists."""
     return sum(piece.count(b"[") for piece in json_bounds.without_strings(pairs)) - 1
 
 

@@ -2,9 +2,9 @@
 
 docs/format.md says how shards are coded. The values are float32. The elements are read into temporary memory.
 
-A load takes the stored elements and the scale as they are only if it fills exactly the stored range, in the stored
-form. Remainders are valid only with the weights that they were saved with. So if a load cannot take the remainders as
-they are, it fills each weight together with its remainder, and then the ranks gather the weights from their owners.
+A load uses the stored elements and the scale without decoding only if it fills exactly the stored range, in the stored
+form. Remainders are valid only with the weights that they were saved with. So if a load must decode remainders, it
+fills each weight together with its remainder, and then the ranks gather the weights from their owners.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
 def read_coded(ranges: Sequence[ReadTarget], read: Read, partners: Callable[[StoredShard], Partners]) -> int:
     """Fills float32 tensors with values of coded shards, and returns the number of bytes read.
 
-    The temporary memory is at most CONVERT_BYTES, or what one range needs if that is more. `read` reads ranges of
-    stored elements, and `partners` finds the partners of a shard.
+    The temporary memory is at most CONVERT_BYTES, unless a single range needs more. `read` reads ranges of stored
+    elements, and `partners` finds the partners of a shard.
     """
     nbytes = 0
     for batch in batches(ranges, lambda one: one[0].rows.numel * one[1].element_size(), tuning.CONVERT_BYTES):

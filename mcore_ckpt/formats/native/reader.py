@@ -45,7 +45,7 @@ class NativeReader(StoredTensors):
 
     def info(self, key: ShardKey) -> TensorInfo | None:
         """See `CheckpointReader.info`."""
-        # Look into one file at a time, because the index of each file must be read.
+        # Look into one file at a time, and stop at the first shard, because each file's index takes a read.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:
             return None

@@ -4,15 +4,15 @@
 
 A writer may have one tensor more than its fair part. With many replicas and few large tensors, this slows a save: with
 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding writes
-263 MB instead of 38. Such a tensor is not divided: to make sure that two replicas hold the same bytes, the second one
-would have to read the whole tensor at each save.
+263 MB instead of 38. Such a tensor is not divided: to make sure that two replicas hold the same bytes, the second
+replica would have to read the whole tensor at each save.
 
-Each tensor comes from one replica, because replicas may have drifted apart: a mixture of two replicas' bytes would be
-the tensor of neither. So a range begins at the first page boundary after the beginning of a tensor. The previous writer
-writes the bytes of this tensor before that boundary. Along with its CRCs, the tensor's writer sends its own copy of
-these bytes (`FilePlan.head`) to the file's owner. If the two copies differ, the owner puts the sent bytes into the
-file. Before the owner accepts a writer's part, the owner compares the digests of the two plans. Rank 0 compares the
-digests of all ranks.
+Each tensor comes from one replica, because replicas may have drifted apart: a mixture of two replicas' bytes would
+equal neither replica's tensor. So a range begins at the first page boundary after the beginning of a tensor. The
+previous writer writes the bytes of this tensor before that boundary. Along with its CRCs, the tensor's writer sends its
+own copy of these bytes (`FilePlan.head`) to the file's owner. If the two copies differ, the owner puts the sent bytes
+into the file. Before the owner accepts a writer's part, the owner compares the digests of the two plans. Rank 0
+compares the digests of all ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Share:
     """The writers of a file, and the range of bytes that each of them writes.
 
     Attributes:
-        writers: the world ranks that write, in the order of their ranges. The last one owns the file. After all others
-            have written, it adds the CRCs, the index and the zip directory.
+        writers: the world ranks that write, in the order of their ranges. The last rank owns the file. After all other
+            ranks have written, the owner adds the CRCs, the index and the zip directory.
         cuts: byte offsets `0, ..., end`. Writer i writes bytes `[cuts[i], cuts[i + 1])`. All offsets except `end` are
             multiples of the page size.
     """
@@ -54,9 +54,9 @@ def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int
 
     A range begins where a tensor begins, rounded up to the page (the beginning of this module says why).
 
-    The first rank owns the file, so it comes last among the writers. There is at most one writer for each `least`
-    bytes, and the other ranks write nothing. If a tensor has more bytes than a rank's fair part, the rank that writes
-    this tensor writes more than the other ranks.
+    The first rank owns the file, so this rank comes last among the writers. There is at most one writer for each
+    `least` bytes, and the other ranks write nothing. If a tensor has more bytes than a rank's fair part, the rank that
+    writes this tensor writes more than the other ranks.
 
     Args:
         ranks: the ranks that hold all tensors.

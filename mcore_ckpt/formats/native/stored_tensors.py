@@ -28,7 +28,7 @@ from mcore_ckpt.sharding.regions import Region
 
 # The version of the format that introduced bound state.
 _BOUND_VERSION = 2
-# How many neighbours in the manifest's list of tensors share one list of files.
+# The number of neighbouring tensors in the manifest's list that share one list of files.
 _BLOCK = 16
 
 
@@ -94,7 +94,7 @@ class _Holders:
 
 
 def _has(ends: Sequence[int], position: int) -> bool:
-    """Returns True if a position is in one of the runs. `ends` has their first and last positions, ascending."""
+    """Returns True if a position is in a run. `ends` has the first and last position of each run, ascending."""
     after = bisect_left(ends, position)
     return after % 2 == 1 or (after < len(ends) and ends[after] == position)
 
@@ -120,7 +120,7 @@ class StoredTensors:
 
     @staticmethod
     def in_folder(role_dir: Path) -> StoredTensors:
-        """Looks into a local folder. Raises CheckpointNotFoundError or CheckpointCorruptError."""
+        """Opens a local folder. Raises CheckpointNotFoundError or CheckpointCorruptError."""
         return StoredTensors(LocalIndexes(role_dir), read_manifest(role_dir))
 
     @property
@@ -228,7 +228,7 @@ class StoredTensors:
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
         one file. The last set is for tensors that are cut in an unusual way. If the checkpoint was saved under the
         present layout, the reading rank's own optimizer file is an additional first set. Without this set, the files of
-        many data-parallel ranks would be opened, because each of them has some of the tensor's state.
+        many data-parallel ranks would be opened, because each file has some of the tensor's state.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks

@@ -26,7 +26,8 @@ class TensorWrite:
         refresh: a function that makes the tensor again at each save, if no live tensor holds the state
             (`_extra_state`). It returns None if the module no longer has this state.
         coding: how the values follow from the tensor's elements. None if the elements are the values.
-        beside: for bound state, the kind of the shard in the same file to which this tensor belongs; see StoredShard.
+        beside: for bound state, the kind of the shard that this tensor belongs to; see StoredShard. That shard is in
+            the same file.
     """
 
     path: tuple[str, ...]

@@ -118,7 +118,7 @@ class Contents:
     def of(
         slices: Sequence[Slice], objects: Mapping[str, bytes] | None = None, common: Mapping[str, Any] | None = None
     ) -> Contents:
-        """Divides slices into files of at most HF_LEAST_FILE_BYTES; a larger slice gets a file of its own."""
+        """Divides slices into files of at most HF_LEAST_FILE_BYTES; a larger slice gets its own file."""
         files = batches(slices, lambda each: each.nbytes, tuning.HF_LEAST_FILE_BYTES)
         return Contents(tuple(map(tuple, files)), objects or {}, common or {})
 

@@ -36,8 +36,8 @@ from mcore_ckpt.sharding.regions import Box
 
 METADATA_FILE = ".metadata"
 # megatron-core up to 0.18 stores the state that all ranks share in this file; 0.19 stores this state in a sharded
-# object (`dist_checkpointing.save`). If a checkpoint has both, the file is read, as by `load_common_state_dict` of
-# 0.19.
+# object (`dist_checkpointing.save`). If a checkpoint has both, this module reads the file, as `load_common_state_dict`
+# of 0.19 does.
 COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 # The beginning of the keys of optimizer state, with a number if there are several chained optimizers.
@@ -283,7 +283,7 @@ def _cell_shape(shape: Sequence[int], grid: Sequence[int]) -> tuple[int, ...] | 
 def _part_of(tensor: torch.Tensor, box: Box, offset: Sequence[int]) -> torch.Tensor:
     """Returns the part of a tensor that a box of the global tensor covers.
 
-    The tensor begins at `offset` in the global one.
+    The tensor begins at `offset` in the global tensor.
     """
     for axis, (start, length, first) in enumerate(zip(box.offset, box.shape, offset, strict=True)):
         tensor = tensor.narrow(axis, start - first, length)

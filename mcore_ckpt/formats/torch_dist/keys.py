@@ -30,7 +30,7 @@ _TOWER_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layerno
 _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
-# The last norm of a HybridModel, and for each other norm of such a model the module that follows the norm.
+# The last norm of a HybridModel. `_HYBRID_NORMS` maps each other norm of such a model to the module after the norm.
 _HYBRID_NORM = "decoder.final_norm.weight"
 _HYBRID_NORMS = {
     "norm": "mixer.in_proj",
@@ -115,7 +115,7 @@ class Keys:
         module, _, kind = rest.rpartition(".")
         if self._is_hybrid and module in _HYBRID_NORMS:
             # megatron's only spec for HybridModel uses transformer-engine, and fuses the norms of layers without
-            # experts. A spec of local layers would keep these norms.
+            # experts. A spec of local layers would not fuse these norms.
             return (name,) if is_moe else (name, f"{layer}{_HYBRID_NORMS[module]}.layer_norm_{kind}")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
             # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).

@@ -33,13 +33,13 @@ from mcore_ckpt.sharding.plan import PARAM
 
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
-# megatron's default until 0.15; 0.16 no longer has it. Each tensor of such a state can be read in the model's shape, as
-# under `fully_reshardable`.
+# This form was megatron's default until 0.15, and 0.16 no longer has it. As with `fully_reshardable`, each tensor of
+# such a state can be read in the model's shape.
 _MODEL_SPACE = "fully_sharded_model_space"
 # megatron names a form only for DistributedOptimizer. In the state of any other optimizer, each tensor has the model's
 # shape.
 _BY_PARAMETER = "None"
-# `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
+# `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second name.
 MAIN_NAMES = (PARAM, "fp32_param")
 # The name of the parameters that HybridDeviceOptimizer updates. After a load by megatron, such a parameter can differ
 # from the stored main parameter, which is only a copy.
@@ -156,8 +156,8 @@ class _Parameters:
         for kind in (PARAM, *part.moments):
             names = self._names_of(kind, tensor.key)
             name = next((name for name in names if any(map(self.keys.has, tensor.keys(name)))), None)
-            # Rows that pad the vocabulary need not be stored. If they are not, main parameters start from the weights,
-            # and moments start at zero.
+            # Rows that pad the vocabulary need not be stored. In rows that are not stored, main parameters start from
+            # the weights, and moments start at zero.
             whole = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
             # An fp32 weight can be its own main parameter, and then no main parameter is stored.
             if name is not None or kind != PARAM or weight.dtype != torch.float32:
@@ -221,7 +221,7 @@ class _Buckets:
 
 
 def _of_the_same_kind(part: LivePart, saved: Sequence[Stored]) -> Sequence[Stored]:
-    """Returns the saved parts whose optimizer is of the kind of `part`, or all saved parts if there are no such parts.
+    """Returns the saved parts whose optimizer has the same kind as `part`; if there are none, all saved parts.
 
     The settings in the param groups show the kind.
     """

@@ -1,9 +1,9 @@
 """Writes torch_dist checkpoints for megatron's `dist_checkpointing.load`, without megatron.
 
 The files have the form that torch's `FileSystemWriter` writes: the outputs of several `torch.save` calls one after the
-other, with their places listed in `.metadata`. `FileSystemWriter` itself is not used, for two reasons. Until a
-file is complete, it keeps in memory the last tensor that it has written under each name, and so the whole model
-(`_write_files_from_queue`, torch 2.13). Also, megatron's planner needs the live model.
+other, with their places listed in `.metadata`. `FileSystemWriter` itself is not used, for two reasons. First,
+until a file is complete, `FileSystemWriter` keeps in memory the last tensor that it has written under each name. These
+tensors are the whole model (`_write_files_from_queue`, torch 2.13). Second, megatron's planner needs the live model.
 
 Layer specs name some norms differently, and it is unknown which spec will load the checkpoint. So such a norm is
 written under both names. A placeholder is written for each module's `_extra_state`, because megatron requires every

@@ -3,10 +3,10 @@
 The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
 and an optimizer that already has state, and scatters data that each rank can read by itself.
 
-TP, PP, VPP and EP must be those of the save. Each rank maps the file of its data-parallel group into memory and takes
-its range. These checkpoints do not store the optimizer's step: the user gives it as `assume_optimizer_step`. Param
-groups keep the user's values, with learning rates from the scheduler. The gradient scaler starts anew. The training
-step is the number in the folder's name, or 0.
+TP, PP, VPP and EP must be the same as at the save. Each rank maps the file of its data-parallel group into memory and
+takes its range. These checkpoints do not store the optimizer's step: the user gives it as `assume_optimizer_step`.
+Param groups keep the user's values, with learning rates from the scheduler. The gradient scaler starts anew. The
+training step is the number in the folder's name, or 0.
 """
 
 from __future__ import annotations
