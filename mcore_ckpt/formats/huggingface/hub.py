@@ -49,7 +49,7 @@ Needs = Literal["model", "assets", "all", "config"]
 """The files that a caller reads: "config" is `config.json`, "model" is `config.json` and the weights, "assets" is
 everything but the weights, and "all" is everything."""
 
-# An adapter in PEFT's form has these files instead of a model's.
+# An adapter in PEFT's form has these files instead of the files of a model.
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # The suffixes of files that a model may need to work: configuration, tokenizer, code. It is an error if the cache lacks

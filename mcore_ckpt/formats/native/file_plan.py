@@ -122,7 +122,7 @@ class FileStructure:
 
 
 class StructureCache:
-    """Keeps the last structure of each file, because building it takes long, and most saves need the same structure.
+    """Keeps the last structure of each file. Building a structure takes long, and most saves need the same structure.
 
     A structure is reused if the tensors' names, regions, shapes and dtypes are the same. The tensor objects may differ,
     because a trainer that offloads its optimizer has new tensor objects at each save.

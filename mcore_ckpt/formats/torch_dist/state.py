@@ -73,8 +73,8 @@ class TorchDistState(ForeignState):
 
         The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on
         whether the layers were homogeneous, which not every checkpoint records. So this property tries the names for
-        homogeneous layers and the names for other layers. The result has the names of which the checkpoint lacks the
-        smaller number.
+        homogeneous layers and the names for other layers, and uses the list with fewer names that are missing in the
+        checkpoint.
         """
         saved = self._files.common.get("content_metadata")
         flags = {key: each for key, each in saved.items() if isinstance(each, bool)} if isinstance(saved, dict) else {}
