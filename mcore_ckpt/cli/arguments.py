@@ -120,8 +120,8 @@ TAKES: Mapping[str, frozenset[str]] = {
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
 }
-# If these commands get a path within a folder of steps, they take that folder. Other commands would do more than the
-# user wants with it.
+# If one of these commands gets a path within a folder of steps, it takes the folder of steps. Other commands do not,
+# because they would do more with the folder of steps than the user wants.
 _TAKES_ABOVE = ("list", "watch")
 
 
@@ -223,7 +223,7 @@ def add_step(parser: argparse._ActionsContainer, when: str = "") -> None:
 
 
 def add_force(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds `--force`. Its help names `what` it replaces, and what is never replaced."""
+    """Adds `--force`. Its help says that it replaces `what`, and what it never replaces."""
     parser.add_argument(
         "--force",
         action="store_true",

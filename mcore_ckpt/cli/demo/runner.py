@@ -118,7 +118,7 @@ class Outcome:
 
 
 class Report:
-    """Is told about the progress of the trainings. This class shows nothing; with `--json` it is used as it is."""
+    """Receives the progress of the trainings. This class shows nothing; `--json` uses this class itself."""
 
     def update(self, training: Training) -> None:
         """Called when a training has reported something."""

@@ -132,7 +132,7 @@ class Checkpointer:
 
         Args:
             path: the folder. An existing folder is replaced.
-            processing_class: the tokenizer or processor to write with the weights; the default is the engine's own.
+            processing_class: the tokenizer or processor to write with the weights; None: the engine's.
             wait: True waits until the folder is there. False waits only until the model may change again.
 
         Raises:
@@ -161,7 +161,7 @@ class Checkpointer:
         self._saving.wait()
 
     def close(self) -> None:
-        """Waits for saves and exports under way, and frees their host memory. It may be called more than once.
+        """Waits for saves and exports that are under way, and frees their host memory. It may be called more than once.
 
         Raises CheckpointError: see `wait_async_saves`.
         """

@@ -45,8 +45,8 @@ class McoreCheckpointManager:
 
     Raises:
         UnsupportedError: an option cannot be honoured.
-        InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge finds checkpoints
-            only by the folder of all of them.
+        InvalidArgumentError: `load` or `pretrained_checkpoint` names a single checkpoint of ours. Bridge finds
+            checkpoints only through the folder of all checkpoints.
         CheckpointNotFoundError: `exit_on_missing_checkpoint` or `ckpt_step` is set, and `load` has no checkpoint. If
             only `exit_on_missing_checkpoint` is set, a checkpoint in `pretrained_checkpoint` is enough.
     """
@@ -76,7 +76,7 @@ class McoreCheckpointManager:
         Args:
             ctx: Bridge's CheckpointSaveContext.
             callback_manager: Bridge's CallbackManager, whose `on_checkpoint_save` is fired after the commit. Bridge 0.4
-                gives none.
+                passes none.
 
         Raises:
             UnsupportedError: the context asks for something that cannot be honoured. Nothing has been done.
@@ -114,7 +114,9 @@ class McoreCheckpointManager:
         fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
 
     def load(self, ctx: Any) -> tuple[int, float]:
-        """Loads the newest checkpoint, or `ckpt_step`, in `load`, or else the weights in `pretrained_checkpoint`.
+        """Loads a checkpoint from `load`, or else the weights from `pretrained_checkpoint`.
+
+        From `load`, it loads step `ckpt_step`, or the newest checkpoint if `ckpt_step` is not set.
 
         Args:
             ctx: Bridge's CheckpointLoadContext.
@@ -163,7 +165,7 @@ class McoreCheckpointManager:
                 `exit_on_missing_checkpoint` is set and no checkpoint has the run's adapters. Only the first call raises
                 these errors, because the model was not known before.
             CheckpointError: the save that was under way failed. All ranks raise it. With `blocking` or `terminate` this
-                method raises it, otherwise the next save or load.
+                method raises the error; otherwise the next save or load does.
         """
         self._begin(state.cfg)
         self._restore_mains()

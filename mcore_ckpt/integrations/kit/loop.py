@@ -2,7 +2,7 @@
 
 Such a loop has options with Megatron-LM's names (`arguments`), counts iterations and samples, and may resume from a
 checkpoint in the framework's own format. The framework's integration reads the options and the counters from the
-framework, and puts them back after a load.
+framework, and restores the counters after a load.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # The key of these loops' state in extra_state. All frameworks use the same key, so a run can change its framework.
 _KEY = "megatron"
-# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that Megatron-LM has used
-# since 2021.
+# The value for Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that Megatron-LM has
+# used since 2021.
 CHECKPOINT_VERSION = 3.0
 
 
@@ -71,7 +71,7 @@ class Loaded:
     """The loop's own state, as a load returns it. (The load fills the training state in place.)
 
     Attributes:
-        folder: the folder of all checkpoints in which the checkpoint was found.
+        folder: the root (the folder of all checkpoints) in which the checkpoint was found.
         state: the `state` of `LoopCheckpoints.save`, completed with the counters.
     """
 
@@ -176,7 +176,8 @@ class LoopCheckpoints:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
 
-        # The nodes have steps of this run, which saves to `args.save`, but not of another run that `load_arg` may name.
+        # The nodes have only steps of this run, which saves to `args.save`. `load_arg` may name the folder of another
+        # run.
         config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
         # A separate manager finds the checkpoint, because the arguments of the load depend on the checkpoint.
         finder = CheckpointManager(

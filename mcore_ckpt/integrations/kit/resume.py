@@ -46,7 +46,7 @@ def find(
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest is
-    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier; if `step` is given, at most this step.
+    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier. If `step` is given, it lists no other step.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -77,7 +77,7 @@ def find(
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the Megatron-LM checkpoint (format torch_dist) that the tracker names, or that is of a given step.
+    """Finds the Megatron-LM checkpoint (format torch_dist) of a given step, or else the one that the tracker names.
 
     The root may also be the checkpoint's own folder, such as `iter_0000100`. Only the folder that the tracker names is
     known to be complete. If the caller gives a step or the checkpoint's own folder, nothing checks whether the

@@ -7,9 +7,10 @@
         save_checkpoint,
     )
 
-Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16 to core_r0.19, and main
-until 2026-08). The functions read the arguments that were given to `configure` (`args.save`, `args.load`, ...), or
-Megatron's global arguments if none were given. An argument that cannot be honoured raises an error that names it.
+The functions have the same names, signatures and results as in `megatron/training/checkpointing.py` (core_r0.16 to
+core_r0.19, and main until 2026-08). They read the arguments that were given to `configure` (`args.save`, `args.load`,
+...), or Megatron's global arguments if none were given. An argument that cannot be honoured raises an error that names
+the argument.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ def configure(
             `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`,
             `verify_integrity` (a load then checks all files first: ours by their CRCs, Megatron-LM's by their digests).
             Missing attributes have Megatron-LM's defaults. Each save reads `consumed_train_samples`,
-            `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. None: the arguments that
-            `megatron.training.get_args()` returns at each call.
+            `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. If `args` is None,
+            each call uses the arguments that `megatron.training.get_args()` returns.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
-            and sets which steps stay (if it has `save_retain_interval`). The other options are those of
-            CheckpointManager.
+            and sets which steps stay (if it has `save_retain_interval`).
+        role, hf_config, processing_class: see CheckpointManager.
 
     Example:
         >>> from types import SimpleNamespace
@@ -157,7 +158,7 @@ def save_checkpoint(
 ) -> None:
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
-    Process groups, and this rank's numbers in them, may be left out. If given, they must be those of the model.
+    Process groups, and this rank's numbers in them, may be left out. If given, they must match the model.
 
     Args:
         iteration: the iteration's number, at least 0.
@@ -222,7 +223,7 @@ def load_checkpoint(
     """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
 
     The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). Process groups
-    may be left out. If given, they must be those of the model.
+    may be left out. If given, they must be the groups of the model.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
@@ -277,7 +278,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
     Raises:
         CheckpointError: the save that was under way failed. All ranks raise it. With `blocking` or `terminate` this
-            function raises it, otherwise the next save or load.
+            function raises the error; otherwise the next save or load does.
     """
     _checkpoints.finalize(blocking, terminate)
     if _bank is not None:
@@ -289,8 +290,8 @@ def loaded_dataloader_state() -> Any:
 
     The state is what `train_data_iterator.iterable.save_state()` returned for the save.
 
-    Megatron-LM writes the state below `args.dataloader_save`, in separate files that can be of another iteration than
-    the weights. Here the state is part of the checkpoint.
+    Megatron-LM writes the state below `args.dataloader_save`, in separate files, which can belong to another iteration
+    than the weights. Here the state is part of the checkpoint.
     """
     return _dataloader_state
 

@@ -41,7 +41,7 @@ _LOADED_FILE = "loaded_by_mcore_ckpt.json"
 _FILLING = "filling_by_mcore_ckpt"
 # The order in which files are measured. Megatron-LM writes the bytes of a group to the other files before it adds the
 # group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
-# their file can be measured last.
+# the file of these notes can be measured last.
 _ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
 
 
@@ -92,8 +92,8 @@ class RolloutBankPart:
         The replaced bank stays next to the new one, as `<bank>.before_step_<N>`.
 
         Raises:
-            UnsupportedError: the bank has another format, or its folder cannot be renamed, such as a mount point. An
-                empty mount point is filled.
+            UnsupportedError: the bank has another format, or its folder cannot be renamed, for example because it is a
+                mount point. An empty mount point is filled.
             CheckpointCorruptError: the copy has no manifest that can be read.
         """
         stored = saved.folder()
@@ -107,7 +107,7 @@ class RolloutBankPart:
         replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
 
     def saved(self, iteration: int, handle: SaveHandle) -> None:
-        """Notes a save. Once this save is committed, the bank no longer needs the groups used before."""
+        """Notes a save. Once this save is committed, the bank no longer needs the groups that were used before it."""
         self._saved = (iteration, handle)
         self.compact()
 
@@ -123,7 +123,7 @@ class RolloutBankPart:
             bank.checkpoint(iteration)
 
     def _folder(self) -> Path:
-        args = self._arguments()  # `maybe_get_rollout_bank` of Megatron-LM
+        args = self._arguments()  # as Megatron-LM's `maybe_get_rollout_bank` does
         return Path(args["rl_rollout_bank_dir"] or os.path.join(args["save"] or ".", "rollout_bank"))
 
 
@@ -160,9 +160,9 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
 
 
 def _replace(bank: Path, stored: Path, step: int) -> None:
-    """Puts a step's copy in the place of the bank, whose contents stay next to it under another name.
+    """Replaces the bank by a step's copy. The replaced bank stays next to the new one under another name.
 
-    The bank may have groups that no checkpoint has: those that were completed after the last save.
+    The replaced bank may have groups that no checkpoint has, because they were completed after the last save.
     """
     bank = bank.resolve()  # the folder may be a link to another disk
     new = bank.with_name(f".{bank.name}.new")
@@ -203,9 +203,10 @@ def _tell_or_remove(old: Path, bank: Path, step: int) -> None:
 
 
 def _fill(bank: Path, stored: Path) -> None:
-    """Copies a step's bank into an empty folder. The manifest comes last, so that half a bank is not taken for one.
+    """Copies a step's bank into an empty folder. The manifest comes last, because the manifest makes the folder a bank.
 
-    If the process dies midway, the next load sees by a marker that it may fill the folder again. `load` removes it.
+    If the process dies midway, a marker tells the next load that it may fill the folder again. `load` removes the
+    marker at the end.
     """
     replace_file(bank / _FILLING, b"")
     for entry in sorted(stored.iterdir(), key=lambda entry: entry.name == _MANIFEST):
@@ -216,7 +217,7 @@ def _fill(bank: Path, stored: Path) -> None:
 
 
 def _is_empty(folder: Path) -> bool:
-    """True if a folder has no rollouts: only what this package, or the maker of an ext4 file system, has put there."""
+    """True if a folder has no rollouts, or only an unfinished copy. (A new ext4 file system has `lost+found`.)"""
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}

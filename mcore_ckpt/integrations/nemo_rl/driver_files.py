@@ -1,7 +1,7 @@
 """Protects the files that NeMo-RL's driver writes into a step, by a manifest.
 
 The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` with the
-frontier of the collector into `tmp_step_{N}`, beside the weights, and renames the folder at the end
+frontier of the collector into `tmp_step_{N}`, next to the weights, and renames the folder at the end
 (`CheckpointManager._rename_checkpoint`). So a killed driver leaves no half step. But NeMo-RL does not make these files
 durable, and does not check them. After a power loss, a renamed step may have empty files. If a file is missing, NeMo-RL
 goes on with an empty buffer, without an error.
@@ -80,8 +80,8 @@ def keep_driver_files(timeout_s: float = TIMEOUT_S) -> None:
 def seal(folder: Path) -> None:
     """Lists the driver's files in a manifest.
 
-    If this raises OSError or CommitError, the step is not renamed. If it raises UnsupportedError, which names a file
-    that a manifest cannot list, the step is durable and gets its name without a manifest.
+    If this function raises OSError or CommitError, the step is not renamed. If it raises UnsupportedError, which names
+    a file that a manifest cannot list, the step is durable and gets its name without a manifest.
     """
     (folder / MANIFEST_FILE).unlink(missing_ok=True)  # from an earlier try of this save
     paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder, 0))
@@ -100,8 +100,8 @@ def set_aside(steps: Iterable[Path]) -> None:
     """Renames steps that are not whole to `damaged_step_{N}`, where NeMo-RL does not see them. Raises OSError.
 
     A driver that has gone on from an older step calls this when it saves. Otherwise NeMo-RL would count these steps as
-    the newest, and delete whole ones in their place (`CheckpointManager.remove_old_checkpoints`). It would also fail at
-    a `training_info.json` that is damaged.
+    the newest, and delete whole steps in their place (`CheckpointManager.remove_old_checkpoints`). NeMo-RL would also
+    fail at a damaged `training_info.json`.
     """
     for step in sorted(steps):
         if step.exists():

@@ -63,7 +63,7 @@ class CheckpointStrategy:
 
         Args:
             save_dir: not used. (ROLL's own strategy would write to this folder, and an uploader would copy the files.)
-            global_step: the N of `ckpt_id`.
+            global_step: the N in `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
             tag: must be "checkpoint".
             local_state_path: not used, like `save_dir`.
@@ -146,7 +146,7 @@ class CheckpointStrategy:
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
         """Returns the manager.
 
-        It is made on first use, because the model must exist, and then kept to reuse its host memory.
+        The first call makes the manager, because the model exists by then. Later saves reuse the manager's host memory.
         """
         if self._manager is None:
             args = self.megatron_train_args
@@ -235,9 +235,10 @@ class CheckpointWorker:
 
 
 def _with_checkpoints(strategy: Any) -> Any:
-    """Returns a strategy with the same attributes, of a subclass that saves and loads with this package.
+    """Returns a strategy that has the same attributes, and whose class saves and loads with this package.
 
-    It is a new object, because Python refuses to assign `__class__` for a class with several bases, such as ROLL's.
+    The result is a new object, because Python refuses to assign `__class__` for a class with several bases, such as
+    ROLL's.
     """
     cls = type(strategy)
     made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {"__module__": __name__}))

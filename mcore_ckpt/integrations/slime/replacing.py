@@ -2,7 +2,7 @@
 
 slime has no hook for checkpoints. `slime.backends.megatron_utils` imports Megatron-LM's functions into its modules
 `checkpoint` and `model`, and calls them from there. `--custom-megatron-init-path` names a function that each rank calls
-before the model exists (`initialize.init`), and that function can replace the imported ones.
+before the model exists (`initialize.init`), and that function can replace the imported functions.
 """
 
 from __future__ import annotations

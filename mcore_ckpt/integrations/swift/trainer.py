@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 ROLE = "actor"
 """The folder in `checkpoint-{N}` that takes the place of ms-swift's `iter_{N}`."""
 
-# The modules that call `load_mcore_checkpoint`. The second module is for RLHF, and is imported only there, because it
-# needs more packages.
+# The modules that call `load_mcore_checkpoint`. The second module is imported only for RLHF, because it needs more
+# packages.
 LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
 SAVING = ("swift.megatron.trainers.base",)
 # merge_lora writes the merged weights of `checkpoint-{N}` to a folder with this suffix.
@@ -119,7 +119,7 @@ class CheckpointTrainer:
         is_older = best in [status.step for status in complete_steps(root)][:-limit]
         policy = PreservationPolicy(limit - 1 if is_older else limit)
         for step in delete_old_steps(root, policy, self.state.iteration, [best] if is_older else []):
-            # merge_lora puts the merged model there.
+            # merge_lora puts the merged model into this folder.
             shutil.rmtree(root / f"checkpoint-{step}{_MERGED}", ignore_errors=True)
 
     def _save(
@@ -169,7 +169,7 @@ class CheckpointTrainer:
         folder = getattr(args, load_arg)
         is_peft = load_arg == "mcore_adapter"
         if load_arg.startswith("mcore_ref") or (args.tuner_type != "full" and not is_peft):
-            # Weights that are not trained: a reference model, or the base model of adapters.
+            # The folder has weights that are not trained: a reference model, or the base model of adapters.
             _refuse_ours(load_arg, folder)
             return int(
                 load_mcore_checkpoint(

@@ -61,7 +61,7 @@ class MegatronCheckpointManager:
             loads the base model from its own files. `hf_model` writes the adapters in PEFT's form into
             `huggingface/adapter/`.
         use_megatron_fsdp: must be False.
-        of_verl: other arguments that verl passes, which are ignored.
+        of_verl: other arguments that verl passes. They are ignored.
 
     Raises:
         UnsupportedError: `use_megatron_fsdp` is True.
@@ -155,13 +155,13 @@ class MegatronCheckpointManager:
                 crash in between would leave nothing to resume from.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint, or its trainer died while saving the step. The message
-                names the newest complete step. If the tracker named the step that cannot be loaded, it is changed to
-                the complete step.
+            CheckpointNotFoundError: there is no checkpoint, or a trainer died while it saved the step. The message
+                names the newest complete step. If the tracker named the step that cannot be loaded, the tracker now
+                names the complete step.
             CheckpointCorruptError: the checkpoint is damaged. The message names the newest complete step, and the
                 tracker is changed, as for CheckpointNotFoundError.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing was loaded, except perhaps the
-                weights of a checkpoint of verl's own manager.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing was loaded, except perhaps
+                weights that verl's own manager had saved.
         """
         place = Place.of(local_path, self.role)
         config = settings_of(self._options, None, hdfs_path)
@@ -188,7 +188,7 @@ class MegatronCheckpointManager:
             self._delete_later = place
 
     def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
-        """Removes verl's data of steps that were only on the nodes, and are gone there. Every rank calls it."""
+        """Removes verl's data of steps that only the nodes had, and no longer have. Every rank calls it."""
 
         def bare() -> dict[str, Any]:
             try:

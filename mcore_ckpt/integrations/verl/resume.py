@@ -65,7 +65,7 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
 
 
 def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
-    """Returns the newest other complete step that lacks no file that older steps have. None if there is no such step.
+    """Returns the newest other complete step that has all files that older steps have; None if there is no such step.
 
     A step that only the nodes have is returned only if it has a folder in the root, because verl would not find it
     otherwise.
@@ -111,8 +111,8 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
 def bare_steps(place: Place) -> list[int]:
     """Returns the steps for which the root has verl's data but no checkpoint, and from which no run would resume.
 
-    It leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete step in
-    the root. The nodes of a fast tier may still have the returned steps. Raises OSError.
+    The result leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete
+    step in the root. The nodes of a fast tier may still have the returned steps. Raises OSError.
     """
     complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0
