@@ -42,8 +42,8 @@ EXAMPLES = (
 
 _PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-# A limit for the time of the slowest trial save minus that of the fastest, divided by the median. Above this limit,
-# predictions may be off by more than a fifth.
+# A limit for the difference between the times of the slowest and the fastest trial save, divided by the median time.
+# Above this limit, predictions may be off by more than a fifth.
 _UNSTEADY = 0.4
 
 _SIZES = {**SIZES, "etp": f"{SIZES['etp']} (the value of --tp if not given)"}

@@ -1,4 +1,4 @@
-"""`mcore-ckpt branch`: makes a fork, a new folder of steps that begins with a copy of one step, as a run of its own."""
+"""`mcore-ckpt branch`: makes a fork, which is a new run in a new folder that begins with a copy of one step."""
 
 from __future__ import annotations
 

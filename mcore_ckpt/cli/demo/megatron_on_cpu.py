@@ -1,7 +1,7 @@
 """Lets megatron-core train on a machine without CUDA.
 
-Megatron-core (seen with 0.16 to 0.19) uses "cuda" in many places and never checks whether it is available. Only this
-module maps these uses to the CPU. So the demo and the tests train the real GPTModel, DDP, schedules and optimizers
+Megatron-core (seen with 0.16 to 0.19) uses "cuda" in many places and never checks whether CUDA is available. Only
+this module maps these uses to the CPU. So the demo and the tests train the real GPTModel, DDP, schedules and optimizers
 under gloo, not stand-ins.
 """
 
@@ -151,7 +151,8 @@ def _map_megatron() -> None:
 
     tp_random._get_cuda_rng_state = _get_rng_state
     tp_random._set_cuda_rng_state = _set_rng_state
-    # The CPU's generator stands in for CUDA's, too, so CudaRNGStatesTracker.fork() always sees it change, and warns.
+    # The CPU's generator also stands in for CUDA's. So CudaRNGStatesTracker.fork() always sees the CPU's generator
+    # change, and warns.
     logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
     # RouterGatingLinearFunction only checks whether `te_general_gemm` is None. It may be a kernel for GPUs, or missing.
     moe_utils.te_general_gemm = None
