@@ -48,7 +48,8 @@ def restore(loader: Any, position: ShardedPosition, rank: int | None = None, siz
     Args:
         loader: the loader.
         position: the position, from the `extra_state` that `load` returns.
-        rank, size: this rank's number in the data-parallel group, and the group's size. None: those that `load` used.
+        rank, size: this rank's number in the data-parallel group, and the group's size. None: the numbers that `load`
+            used.
 
     Raises:
         CheckpointMismatchError: the saved states of workers cannot be divided among `size` ranks, or the loader's

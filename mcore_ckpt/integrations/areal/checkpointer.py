@@ -52,9 +52,10 @@ class Checkpointer:
     The arguments are the engine's objects, which CheckpointManager describes. The config's `save_contents` and
     `load_contents` have no effect, because each call names the contents.
 
-    Raises InvalidArgumentError: the config has rules of retention, although the RecoverHandler decides which
-    steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
-    UnsupportedError: the config has a fast tier.
+    Raises:
+        InvalidArgumentError: the config has rules of retention, although the RecoverHandler decides which steps stay;
+            or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
+        UnsupportedError: the config has a fast tier.
 
     Example:
         >>> engine.checkpointer = Checkpointer(engine.model, engine.optimizer, engine.lr_scheduler)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Replaces AReaL's Evaluator (1.0.4), whose timer has the same defects as that of AReaL's Saver (docs/features.md)."""
+"""Replaces AReaL's Evaluator (1.0.4), whose timer has the defects of the timer in AReaL's Saver (docs/features.md)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Evaluator(areal.Evaluator):
         return self._schedule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues counting from saved counters. The frequency is that of the current config.
+        """Continues counting from saved counters. The current config sets the frequency.
 
         Raises ValueError if the counters are invalid.
         """

@@ -52,7 +52,7 @@ class HfExport:
             manager.close()
             raise
         if is_first:
-            # The thread is no daemon, so that the process does not exit before the export is in place.
+            # The thread is not a daemon, so that the process does not exit before the export is in place.
             self._mover = threading.Thread(target=self._move_when_saved, name="mcore_ckpt export")
             self._mover.start()
 

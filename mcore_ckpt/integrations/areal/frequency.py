@@ -1,4 +1,4 @@
-"""Translates AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) into those of this package's schedules."""
+"""Translates AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) into the frequencies of our schedules."""
 
 from __future__ import annotations
 

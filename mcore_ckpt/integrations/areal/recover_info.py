@@ -1,4 +1,4 @@
-"""Saves and reads `recover_info`, the state of AReaL's trainer that is not in its engines, as one role of each step.
+"""Saves and reads `recover_info`, the state of AReaL's trainer that is not in the engines, as one role of each step.
 
 The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them. Only the data position is different: a `.pt`
 file of plain values replaces AReaL's pickle.
@@ -21,7 +21,7 @@ from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
-# The largest size, in bytes, of a JSON file, or of a pickle of AReaL's, that is read into memory.
+# The largest size, in bytes, of a JSON file or an AReaL pickle that is read into memory.
 JSON_BYTES = 256 << 20
 JSON_FILES = {
     "step": STEP_FILE,
@@ -91,8 +91,8 @@ def write(
         roles: the engines that the step consists of.
         read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
             rank, all ranks raise.
-        before, may_commit: functions that rank 0 calls: `before` before anything is written, `may_commit` right before
-            the commit. If one of them raises an error, nothing is committed.
+        before: a function that rank 0 calls before anything is written. If the function raises, nothing is committed.
+        may_commit: a function that rank 0 calls right before the commit. If it raises, nothing is committed.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -116,7 +116,7 @@ def write(
 
 
 def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
-    """Calls a function now. Returns a function that returns this call's result, or raises its error."""
+    """Calls a function now. Returns a function that returns this call's result, or raises this call's error."""
     failures: list[Exception] = []
     try:
         progress = read_progress()
@@ -137,7 +137,7 @@ def read(folder: Path, rank: int) -> Progress:
     If fewer ranks saved than load, this rank gets the data loader state of rank `rank % saved ranks`.
 
     Raises:
-        CheckpointNotFoundError: nothing is committed there.
+        CheckpointNotFoundError: nothing is committed in the folder.
         CheckpointCorruptError: a file is missing or damaged, or its contents do not fit its name.
     """
     role = RoleReader(folder)

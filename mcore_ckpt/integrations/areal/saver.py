@@ -30,7 +30,7 @@ def export_name(epoch: int, step: int, global_step: int) -> str:
 
 
 class Saver(areal.Saver):
-    """Exports models when exports are due. Has the configuration, paths and methods of AReaL's Saver.
+    """Exports models when exports are due. It has the configuration, paths and methods of AReaL's Saver.
 
     Every rank makes a Saver. The constructor waits for the other ranks. Each role has its own schedule. The folder of
     an export appears once it is complete.
@@ -53,7 +53,7 @@ class Saver(areal.Saver):
         return self._schedules.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues counting from saved counters. The frequency is that of the current config.
+        """Continues counting from saved counters. The current config sets the frequency.
 
         Raises ValueError if the counters are invalid.
         """
@@ -105,7 +105,7 @@ class Saver(areal.Saver):
     def finalize(self) -> None:
         """Waits for exports and for the RecoverHandler's saves.
 
-        Without this call, AReaL's controllers would only log a failure of an export or save, and not before they end.
+        Without this call, AReaL's controllers would only log a failure of an export or save, and only at their end.
 
         Raises:
             CheckpointError: an export or a save failed.

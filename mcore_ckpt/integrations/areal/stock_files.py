@@ -60,7 +60,7 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(control: Any) -> int:
-    """Returns how far a `FrequencyControl` has counted since it last fired, from its `state_dict`."""
+    """Reads from the `state_dict` of a `FrequencyControl` how far it has counted since it last fired."""
     counts = [control.get(name) for name in ("steps", "last_steps")] if isinstance(control, dict) else [None]
     known = [count for count in counts if isinstance(count, int)]
     return max(0, known[0] - known[1]) if len(known) == 2 else 0

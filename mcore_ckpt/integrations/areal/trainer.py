@@ -5,8 +5,8 @@
     class Trainer(CheckpointedTrainer, PPOTrainer):
         pass
 
-A trainer makes these objects in `__init__`, and recovers there, too. So each object must be replaced as soon as the
-trainer assigns it.
+A trainer makes these objects in `__init__`, and recovers in the same method. So each object must be replaced as soon
+as the trainer assigns it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Replaced(Generic[T]):
-    """A descriptor. When AReaL assigns its own object to the attribute, the attribute gets ours instead."""
+    """A descriptor. When AReaL assigns its own object to the attribute, the attribute gets our object instead."""
 
     def __init__(self, make: Callable[[Any, Any], T]) -> None:
         self._make = make

@@ -209,7 +209,7 @@ class McoreCheckpointManager:
         state, dp = loaded.state.get(data_loader.STATE), _data_parallel(training.model)
 
         def write() -> None:
-            # A rank without a state has nothing to compare, so the errors of other ranks must reach it.
+            # A rank without a state cannot find a mismatch, so the errors of other ranks must reach it.
             folder = self._handed_over.write(state, loaded.iteration, dp)
             self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
 

@@ -72,7 +72,7 @@ def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
 
 
 def overridden_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) -> CheckpointConfig:
-    """Returns our options. Bridge's options override those of ours that have the same meaning."""
+    """Returns our options. Bridge's options override our options with the same meaning."""
     kept = kept_count(checkpoint.most_recent_k)
     contents = config.save_contents
     # Bridge 0.4 and 0.5 have fewer fields.
@@ -113,8 +113,8 @@ def arguments(cfg: Any) -> Arguments:
             **{name: getattr(checkpoint, name) for name in _SAME},
             **{f"no_{name}": not getattr(checkpoint, name) for name in _OPPOSITE},
             verify_integrity=getattr(checkpoint, "verify_integrity", False),
-            # `mcore-ckpt convert` needs these to make a checkpoint for Megatron-LM, which compares them with its own
-            # arguments.
+            # `mcore-ckpt convert` needs these values to make a checkpoint for Megatron-LM, which compares them with its
+            # own arguments.
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
@@ -134,7 +134,7 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Sets our options. If you need it, call it once on every rank, before `pretrain`.
+    """Sets our options, which otherwise have their defaults. Call it once on every rank, before `pretrain`.
 
     Args:
         config: the options of this package. Bridge's options override `async_save`, `max_to_keep` and `keep_every`.

@@ -21,7 +21,7 @@ _NO_MODELOPT = (
 
 
 def refuse_model(config: Any) -> None:
-    """Raises UnsupportedError if `cfg.model` describes a model that a checkpoint here cannot hold."""
+    """Raises UnsupportedError if `cfg.model` describes a model that our checkpoints cannot hold."""
     if getattr(config, "restore_modelopt_state", False):
         raise UnsupportedError(f"model.restore_modelopt_state is set: {_NO_MODELOPT}")
     model = getattr(config, "transformer", config)

@@ -40,7 +40,7 @@ class Arguments:
         They are saved for `mcore-ckpt convert`: when Megatron-LM loads a converted checkpoint, it compares some saved
         arguments with its own (`check_checkpoint_args`).
         """
-        # `configure` takes any object, and one with `__slots__` has no `__dict__`.
+        # `configure` takes any object, and an object with `__slots__` has no `__dict__`.
         own = getattr(self._namespace, "__dict__", {})
         return {name: value for name, value in sorted(own.items()) if _is_plain(value)}
 

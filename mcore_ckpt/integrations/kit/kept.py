@@ -1,4 +1,4 @@
-"""Keeps one CheckpointManager between saves, and the training's place among all commits for the whole run."""
+"""Keeps one CheckpointManager between saves, and for the whole run the training's place among all commits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class KeptManager:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
         self._parts: dict[str, Mapping[str, Any]] = {}
-        # The history of each root; that of the most recently used root is at the end. The histories of calls with an
-        # optimizer and of calls without one are kept apart, because slime loads reference models into the model that it
-        # trains, but without the optimizer.
+        # The history of each root, the most recently used root last. Calls with an optimizer and calls without one have
+        # separate histories, because slime loads reference models into the model that it trains, but without the
+        # optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
     def attach(self, name: str, **how: Any) -> None:
@@ -71,7 +71,7 @@ class KeptManager:
     ) -> Iterator[CheckpointManager]:
         """Yields a separate manager for a load, and closes it. The next save goes on from the loaded step.
 
-        The arguments are those of `get`. Raises CheckpointError: see CheckpointManager.
+        The arguments are as in `get`. Raises CheckpointError: see CheckpointManager.
         """
         manager = self._make(root, trainer, config)
         try:

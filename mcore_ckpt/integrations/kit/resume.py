@@ -126,8 +126,9 @@ def _names_release(root: Path) -> bool:
 def check_integrity(path: str) -> None:
     """Compares the files of a Megatron-LM checkpoint with the SHA-256 digests in it. Every rank calls it.
 
-    Raises CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
-    UnsupportedError: this megatron-core cannot check digests, because it is older than 0.17.
+    Raises:
+        CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
+        UnsupportedError: this megatron-core cannot check digests, because it is older than 0.17.
     """
     from megatron.core.dist_checkpointing import validation
     from megatron.core.dist_checkpointing.core import CheckpointingException

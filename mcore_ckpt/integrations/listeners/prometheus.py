@@ -25,7 +25,7 @@ _DONE, _FAILED, _SKIPPED = "done", "failed", "skipped"
 
 
 class PrometheusListener:
-    """Keeps one text file for each role and rank up to date. A file is replaced as a whole, so nobody reads half of it.
+    """Keeps one text file for each role and rank up to date. Files are replaced as a whole: nobody reads half a file.
 
     Args:
         directory: the folder that node_exporter reads. It must exist.
@@ -122,7 +122,7 @@ class _Metrics:
                 self._set(self._upload_bytes, event.nbytes)
                 self._set(self._uploaded, event.step or 0)
             case Skipped():
-                # The earlier save, for which this one was skipped, goes on.
+                # The earlier save, for which this save was skipped, goes on.
                 self._begun = [step for step in self._begun if step != event.step]
                 self._set(self._under_way, 1 if self._begun else 0)
                 self._count(self._saves, _SKIPPED)

@@ -23,11 +23,11 @@ class TensorBoardListener:
     """Writes scalars named `mcore_ckpt/<role>/<figure>`, with the event's step and time.
 
     Pass the listener on only one rank (`listeners=[...] if rank == 0 else []`), because the scalars have no rank in
-    their names. A trainer, too, has its writer on only one rank.
+    their names. A trainer also has its writer on only one rank.
 
     Args:
         writer: the trainer's SummaryWriter (torch's, tensorboardX's, or Megatron-LM's `get_tensorboard_writer()`), or
-            the folder of a new one. A new one needs the package tensorboard.
+            a folder, for which a new writer is made. A new writer needs the package tensorboard.
 
     Example:
         >>> TensorBoardListener("runs/checkpoints")  # doctest: +SKIP

@@ -19,5 +19,5 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointedWorkerImpl", "PolicyWorker", "keep_driver_files", "register"]
 
-# Imported on first use, because the driver must not import the workers: they need Megatron-Bridge.
+# These names are imported on first use, because the driver must not import the workers, which need Megatron-Bridge.
 __getattr__ = lazy_names(__name__, {"worker": ("CheckpointedWorkerImpl", "PolicyWorker")})

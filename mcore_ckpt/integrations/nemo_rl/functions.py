@@ -2,7 +2,7 @@
 
 NeMo-RL's driver names a folder for each save, `<checkpoint_dir>/tmp_step_{N}/policy/weights`, and renames the step when
 everything is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint of ours is the folder `policy` in `weights`.
-NeMo-RL never counts Bridge's iterations: all its checkpoints are of iteration 0, and so are ours.
+NeMo-RL never counts Bridge's iterations, so all checkpoints, NeMo-RL's and ours, have iteration 0.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _place(weights: Path) -> tuple[Path, str]:
 
 
 def _context(state: Any, model: list[Any], skip: bool = False) -> Any:
-    """Returns a context like that of Bridge's manager, for the checks of Bridge's integration."""
+    """Returns a context like the one that Bridge's manager gets, for the checks of Bridge's integration."""
     return SimpleNamespace(
         state=state, model=model, non_persistent_ckpt=False, strict=True, skip_load_to_model_and_opt=skip
     )

@@ -66,4 +66,4 @@ class CheckpointedWorkerImpl(stock.MegatronPolicyWorkerImpl):
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class PolicyWorker(CheckpointedWorkerImpl):
-    """The actor for `worker_extension_cls_fqn`."""
+    """The actor of ray that `worker_extension_cls_fqn` names."""

@@ -36,7 +36,7 @@ __all__ = [
 uploader_registry[TYPE] = CheckpointUploader
 
 # The classes of this module by name. Each class has two bases: a class of ours, then a class of ROLL. A class is made
-# when it is first used, because this imports a part of ROLL that the other classes do not need.
+# when it is first used, because making it imports a part of ROLL that the other classes do not need.
 #
 # ROLL's classes have these names in its commit 8eb27cc of 2026-08 (tests/integrations/facts/roll.json). The tests run
 # only RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, on a stand-in for ROLL.

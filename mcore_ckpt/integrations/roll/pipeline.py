@@ -122,7 +122,7 @@ class CheckpointPipeline:
 
 
 class _Uploads:
-    """A replacement for ROLL's `CheckpointManager`, whose `upload` only prints an error. Here `finish` raises it."""
+    """Replaces ROLL's `CheckpointManager`, whose `upload` only prints an error. Here `finish` raises the error."""
 
     def __init__(self, uploader: CheckpointUploader) -> None:
         self.uploader = uploader

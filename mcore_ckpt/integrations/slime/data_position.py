@@ -30,10 +30,10 @@ def newest_with_data(root: Path, role: str, data_root: Path, reads_role: bool) -
 
     The driver reads the data position of the step that the actors return, so weights and data go back to the same step.
     The driver looks for the data position in `data_root` (`--load`), and in the step if `reads_role` is set. None means
-    that the newest step is the right one: it has its data position, or no step ever had one.
+    that the newest step is the right one: it has its data position, or no step ever had a data position.
 
-    Raises CheckpointNotFoundError: there are data positions, but no step has its own; or the newest step has its data
-    position in a place where the driver would not look.
+    Raises CheckpointNotFoundError: there are data positions, but no complete step has its data position; or the newest
+    step has its data position in a place where the driver would not look.
     """
     steps = [status for status in complete_steps(root) if role in status.committed]
     if not steps or _has_data(steps[-1], data_root) or not _has_any(steps, data_root):
@@ -81,5 +81,5 @@ def _has_any(steps: Sequence[StepStatus], data_root: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    # torch.save writes the zip directory last, so a file that is cut off has none.
+    # torch.save writes the zip directory last, so a file that is cut off has no directory.
     return path.is_file() and zipfile.is_zipfile(path)

@@ -18,7 +18,7 @@ if find_spec("swift") is None or find_spec("mcore_bridge") is None:
 
 __all__ = ["TRAINERS"]
 
-# A class is made when it is first used, because this imports a part of ms-swift that the other classes do not need.
+# A class is made when it is first used, because making it imports a part of ms-swift that other classes do not need.
 TRAINERS = (
     "MegatronTrainer",
     "MegatronEmbeddingTrainer",

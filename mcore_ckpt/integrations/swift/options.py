@@ -13,7 +13,7 @@ from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 
 # ms-swift has its own options for these fields: async_save, no_load_optim and the like, tuner_type, save_total_limit
-# (with which the checkpoint that is best by metric_for_best_model stays, too).
+# (which also keeps the checkpoint that is best by metric_for_best_model).
 _SAID_ELSEWHERE = (
     *("async_save", "load_contents", "roles", "skip_frozen"),
     *("max_to_keep", "keep_every", "keep_best", "keep_for"),

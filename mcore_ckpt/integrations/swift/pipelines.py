@@ -66,7 +66,7 @@ class CheckpointPipeline:
     args: Any
 
     def prepare_trainer(self) -> Any:
-        """Makes our version of the trainer that ms-swift chooses. Raises UnsupportedError if there is none."""
+        """Makes our version of the trainer that ms-swift chooses. Raises UnsupportedError if we have no version."""
         args = self.args
         name = _BY_TYPE.get(args.rlhf_type or args.task_type, "MegatronTrainer")
         # ms-swift finds a trainer by its name in the module `sft`, or else in the package `trainers`.

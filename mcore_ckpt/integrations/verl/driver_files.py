@@ -2,7 +2,7 @@
 
     <root>/global_step_{N}/
     ├── actor/  critic/     committed by the workers
-    ├── data.pt             written by the driver once the workers have returned, read by it at a start
+    ├── data.pt             the driver writes it once the workers have returned, and reads it at a start
     ├── transfer_queue/     the same, in asynchronous modes (verl 0.9)
     └── driver/             the same files, with a manifest of their sizes and CRCs: committed after the workers
 
@@ -40,7 +40,7 @@ DRIVER = "driver"
 """The name of the role."""
 _QUEUE = "transfer_queue"
 
-# Threads that sync files: TransferQueue writes a file for each value that it has put on an SSD.
+# The number of threads that sync files. TransferQueue writes a file for each value that it has put on an SSD.
 _THREADS = 8
 
 
@@ -70,11 +70,13 @@ def _shares(path: str) -> bool:
 def put_back(step_path: Path) -> None:
     """Restores the committed files in a step's folder, because verl's driver is about to read them.
 
-    After a power loss, or if the driver died while it saved the step again, the files there differ from the committed
-    ones. A `transfer_queue/` that was not committed is removed, because verl would read it, too. A step without this
-    role is left as it is.
+    After a power loss, or if the driver died while it saved the step again, the step's files can differ from the
+    committed files. A `transfer_queue/` that was not committed is removed, because verl would read it, too. A step
+    without this role is left as it is.
 
-    Raises CheckpointCorruptError: a committed file is damaged. OSError: a file cannot be put back.
+    Raises:
+        CheckpointCorruptError: a committed file is damaged.
+        OSError: a file cannot be put back.
     """
     status = step_status(step_path)
     if DRIVER not in status.committed - status.given_up:
@@ -106,12 +108,12 @@ def _replace(step_path: Path, name: str, paths: list[str], committed: RoleReader
 
 
 def _places_beside(step_path: Path, name: str) -> tuple[Path, Path]:
-    """Returns where a replacement is made, and where the replaced entry goes."""
+    """Returns the path at which a replacement is made, and the path to which the replaced entry is moved."""
     return step_path / f".{name}.committed", step_path / f".{name}.replaced"
 
 
 def _remove_leftovers(step_path: Path, name: str) -> None:
-    """Removes what a replacement has left, also one during which the process died."""
+    """Removes what a replacement has left, even if the process died during the replacement."""
     for left in _places_beside(step_path, name):
         remove_entry(left)
 

@@ -29,7 +29,7 @@ def trained_roles(has_critic: bool) -> tuple[str, ...]:
 def declare_driver(config: Any, has_critic: bool) -> tuple[str, ...]:
     """Adds the roles of a step to the options that the workers will get, and returns the roles.
 
-    These are the roles that the user has named, or else the trained roles; and the driver's role.
+    These are the driver's role, and the roles that the user has named (or else the trained roles).
 
     Raises InvalidArgumentError: a role that is trained is not saved by this package, so no step would be complete.
     """

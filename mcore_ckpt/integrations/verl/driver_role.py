@@ -77,8 +77,8 @@ class DriverRole(CheckpointCallback):
     ) -> None:
         """Commits the driver's files in a step after the workers, and moves the tracker to the step.
 
-        With `async_save`, this happens in the background, and the next call waits for it. In the last step, this call
-        itself waits for it.
+        With `async_save`, the commit runs in the background, and the next call waits for the commit. In the last step,
+        this call itself waits.
 
         Raises CheckpointError: the role was not committed, so the step is not complete. After an async save, the next
         call or `wait` raises this error. With `if_failed="warn"` the error is only logged.
@@ -88,7 +88,7 @@ class DriverRole(CheckpointCallback):
         self.wait()
         self._next_save.clear()
         step = int(global_step)
-        # Every save runs on another thread, because only there does `wait` notice a hanging disk.
+        # Every save runs on another thread. Otherwise `wait` would not notice a hanging disk.
         self._work.add(partial(self._save, Path(os.path.abspath(checkpoint_dir)), step))
         if not async_save:
             self.wait()
@@ -148,7 +148,7 @@ class DriverRole(CheckpointCallback):
         over.
         """
         while True:
-            # Ask this first, because the workers may commit while the step is looked at.
+            # Decide first whether this look is the last one, because the workers may commit during the look.
             is_last_look = self._next_save.is_set() or time.monotonic() > self._deadline
             there = [head for head in step_status(step_path).heads if head.role in self._trained]
             heads = [head for head in there if head.attempt not in self._earlier]
@@ -168,7 +168,7 @@ class DriverRole(CheckpointCallback):
         self._has_saved = True
 
     def _delete_old(self, step: int) -> None:
-        """Deletes old steps. (When the workers delete, the new step is not complete yet, so it does not count.)"""
+        """Deletes old steps. (The workers delete before the new step is complete, so they do not count this step.)"""
         policy = PreservationPolicy.of(self._config)
         if policy.max_to_keep is None and policy.optimizer_for_last is None:
             return

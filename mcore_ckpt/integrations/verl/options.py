@@ -1,4 +1,4 @@
-"""Translates verl's checkpoint options into those of a CheckpointConfig.
+"""Translates verl's checkpoint options into the options of a CheckpointConfig.
 
 verl's options are in `actor.checkpoint`, `critic.checkpoint` and, for SFT, `checkpoint`.
 """

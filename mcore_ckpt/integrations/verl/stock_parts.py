@@ -20,7 +20,7 @@ from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.ranks import read_topology
 from mcore_ckpt.state import process_groups_of
 
-# The folder of HuggingFace weights in verl 0.9 (`get_hf_model_checkpoint_path`), and that in 0.5 to 0.8.
+# The folders of HuggingFace weights in verl 0.9 (`get_hf_model_checkpoint_path`), and in verl 0.5 to 0.8.
 _WEIGHTS = ("model/huggingface", "huggingface")
 _ADAPTERS = "adapter_checkpoint"  # the folder that `save_adapter_checkpoint` fills
 _HEAD = "lm_head.weight"
@@ -102,7 +102,7 @@ def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer
 def _fill(
     manager: CheckpointManager, topic: str, question: dict[str, str], read: Callable[[], _Pairs], optimizer: Any
 ) -> None:
-    """Copies saved tensors into live ones, once all ranks have read theirs."""
+    """Copies saved tensors into live ones, once all ranks have read their saved tensors."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def request() -> dict[str, str]:
