@@ -47,7 +47,8 @@ class Position:
 
     Attributes:
         last: the largest number that is known.
-        of_role: the largest number of this role. After a load, also the largest number that the role's steps had then.
+        of_role: the largest number of this role's commits. After a load, the commits of all roles that the role's steps
+            had at that time count, too.
         parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """
@@ -60,9 +61,9 @@ class Position:
     def next(self, of_step: int | None = None) -> Commit:
         """Returns the next commit.
 
-        If the number `of_step` of the step's other roles is larger than `of_role`, the commit gets this number,
-        otherwise a new one. So the numbers of a role always grow, even if the role saves a step again, and no number
-        from before a load is shared.
+        `of_step` is the number of the step's other roles. If `of_step` is larger than `of_role`, the commit gets the
+        number `of_step`, otherwise a new number. So the numbers of a role always grow, even if the role saves a step
+        again, and roles never share a number from before a load.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:

@@ -36,8 +36,8 @@ def order_of(step: Weighed) -> tuple[int, int]:
 def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepCommit | None:
     """Returns the last commit, as far as manifests can be read; None if none can be read.
 
-    Only the commits of `roles` count; if it is empty, all count. Roles that are saved at different steps have their own
-    branches.
+    Only the commits of `roles` count; if `roles` is empty, all commits count. Roles that are saved at different steps
+    have their own branches.
     """
     last, place = None, (-1, -1)
     for each in steps:
@@ -54,9 +54,10 @@ def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed]
 
 
 def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]:
-    """Sorts steps by their commits, with abandoned steps before all others. The last step is to be loaded first.
+    """Sorts steps by their commits, with abandoned steps before all others. A load first tries the last step.
 
-    Steps of the same commit keep their order. Only the commits of `roles` count; if it is empty, all count.
+    Steps of the same commit keep their order. Only the commits of `roles` count; if `roles` is empty, all commits
+    count.
     """
     return sorted(steps, key=_order(steps, roles))
 
@@ -155,8 +156,8 @@ def choose(
 
     Of two steps with the same commit number, the higher one is tried first.
 
-    `needed` has, by role, the contents that the load needs, such as "optimizer". A step from which retention has
-    removed some of them is chosen only if no step that has them is whole, so that the load says what is missing.
+    `needed` has, by role, the contents that the load needs, such as "optimizer". A step that has lost some of these
+    contents to retention is chosen only if no step with all of them is whole. Then the load says what is missing.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """

@@ -82,7 +82,10 @@ class SizedFile(Protocol):
 
 
 def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
-    """Checks that this rank sees the files, each with the rank that wrote it, in full size. Raises CommitError."""
+    """Checks that this rank sees each file in its full size. `files` has the rank that wrote each file, and the file.
+
+    Raises CommitError.
+    """
     # The size of each file takes a call, even if the folders are listed. Each thread takes several files at a time,
     # because on a local file system the threads would otherwise spend most of the time handing Python's global lock
     # over.
@@ -122,7 +125,8 @@ def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[in
     tensors.
 
     Args:
-        by_rank: for each rank, the digest of the structure (`FilePlan.structure`) by the path of each file.
+        by_rank: for each rank, a mapping from the path of each file to the digest of the file's structure
+            (`FilePlan.structure`).
         node_of: returns the number of the node that a rank writes on. Ranks of different nodes write different files.
 
     Raises CommitError.
@@ -139,9 +143,9 @@ def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[in
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest, durably. All other files must be durable already, and their names below `staging`, too.
+    """Writes the manifest, durably, and makes the names in `staging` itself durable.
 
-    This function makes only the names in `staging` itself durable.
+    All other files, and the names in the folders below `staging`, must be durable already.
 
     Raises OSError, and CommitError if the manifest could not be read back. Without this check, a checkpoint that cannot
     be loaded could replace an older one that is intact.

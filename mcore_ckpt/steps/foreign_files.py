@@ -1,4 +1,4 @@
-"""Keeps the files that other programs put into a role's folder when a new checkpoint replaces the old one there.
+"""When a new checkpoint replaces an old one, keeps the files that other programs put into the role's folder.
 
 An example is verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`): it writes its data position into the
 step's folder while a save to that folder is still under way.

@@ -1,17 +1,18 @@
 """Tracks a trainer's run and the checkpoint that it goes on from, and gives each commit its number and parent.
 
-Only rank 0 uses this module. It makes manifests only under the role's lock.
+Only rank 0 uses this module. Rank 0 makes manifests only while it holds the role's lock.
 
 A new number is one more than the largest that rank 0 has seen: in the root and on its node at the start, on other nodes
 at a load, and in its own commits. Lost nodes may come back, and a store may have steps that the root lacks. So a
 training with nodes or a store reserves numbers in `.run.json`, and the next training begins above the reserved numbers.
 (If a training asked the store at each start, a save would have to wait for the store.) A role that commits to a step
-takes the number of the step's other roles, if that is higher than its own last number. If two roles choose the same
-number for two steps at the same time, the higher step counts, so no harm is done.
+takes the number of the step's other roles, if that number is higher than the role's own last number. If two roles
+choose the same number for two steps at the same time, the higher step counts, so no harm is done.
 
-A load notes what the step's other roles have committed after the loaded step, too: the training gives that up, so none
-of its roles may share such a number. Otherwise, what one role saves now and what another role saved before the restart
-would look like one step. Therefore all roles of a training must load before one of them saves.
+A load also notes the numbers that the step's other roles have committed after the loaded step. The training gives these
+commits up, so none of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a
+checkpoint that another role saved before the restart would look like one step. Therefore all roles of a training must
+load before one of them saves.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RunHistory:
             self._position = self._position.seen(0, max(each.number for each in together))
 
     def _together(self, with_store: bool) -> list[ManifestSummary]:
-        """Returns the numbered checkpoints of the steps to which this role belongs, of all roles. Raises nothing.
+        """Returns all roles' checkpoints with commit numbers in the steps to which this role belongs. Raises nothing.
 
         When it is called, the checkpoint is loaded already, and the other ranks go on.
         """
@@ -123,7 +124,7 @@ class RunHistory:
         return [each for each in heads if each.step in steps_of_role and each.commit is not None]
 
     def _go_on(self, head: ManifestSummary, place: Path | str, together: Sequence[ManifestSummary]) -> None:
-        """Takes the place of a checkpoint. `together`: the checkpoints of steps to which this role belongs."""
+        """Moves the position to a checkpoint. `together`: the checkpoints of steps to which this role belongs."""
         settled = self._elsewhere(place)
         own = runs.below(self._root) if _is_below(self._root, place) else settled
         self._last = head, place
@@ -165,11 +166,12 @@ class RunHistory:
         own.check(role_dir, heads)
 
     def stamp(self, manifest: Manifest, role_dir: Path) -> Manifest:
-        """Returns the manifest of a save to `role_dir` with its run and its commit. Raises OSError."""
+        """Returns the manifest of a save to `role_dir`, with its run and its commit filled in. Raises OSError."""
         with self._lock:
             run = self._settled()
             if self._stamped is not None:
-                # Another role may have saved that step once more, with a number that this role does not know.
+                # Another role may have saved the step of the last manifest again, with a number that this role does not
+                # know.
                 self._position = self._position.seen(self._largest_of_others(self._stamped, run) or 0, 0)
             self._stamped = role_dir
             commit = self._position.next(self._largest_of_others(role_dir, run))

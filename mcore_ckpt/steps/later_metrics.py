@@ -66,7 +66,7 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
 
 
 def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
-    """Returns all metrics of a role's checkpoint: those of its manifest, and those that were set later. Raises nothing.
+    """Returns all metrics of a role's checkpoint: the manifest's, and the metrics that were set later. Raises nothing.
 
     Args:
         role_dir: the role's folder.

@@ -6,8 +6,8 @@ only a hint at a step that may be the newest.
 Some callers, such as `watch` and the update of the tracker at each save, cannot look at all steps each time, because
 that takes too long. For them a process looks at all steps once and remembers their numbers (`newest_complete`), and
 later looks only at steps that may have changed. The tracker alone is not enough, because a trainer may have died after
-its commit and before it moved the tracker. One change is not seen until the next start: another process saves a known
-step again just before it dies. `load` and `recover` look at all steps.
+its commit and before it moved the tracker. One change stays unseen until the next start: when another process saves a
+known step again just before it dies. `load` and `recover` look at all steps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errn
 # The number of roots whose manifests are remembered.
 _MOST_ROOTS = 8
 
-# How many times a root is listed, at most, if a step is renamed between the listing and the look at the step. A save by
-# two renames takes an instant, so the second listing nearly always shows where the step is.
+# How many times, at most, a root is listed if a step is renamed between the listing and the look at the step. The two
+# renames of a save take an instant, so the second listing nearly always shows where the step is.
 _LISTINGS = 3
 
 
@@ -80,9 +80,10 @@ class StepStatus(Weighed):
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
-            role's until the next trainer puts it back. The folder of a flat role is next to the step's folder, which
-            may be missing.
-        seen: the roles whose files this process has just looked at, because it is ending their commit.
+            role's until the next trainer puts it back. The checkpoint of a flat role is moved to a folder next to the
+            step's folder, and the step's folder may then be missing.
+        seen: the roles whose files need no look, because this process is ending their commit and has just looked at the
+            files.
         says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
         in_node_folder: true in a node's folder of the fast tier, where a step can have no more than one node's files.
     """
@@ -119,7 +120,7 @@ class StepStatus(Weighed):
         return step_status(self.path).role_dir(role)
 
     def having_seen(self, role_dir: Path | None) -> StepStatus:
-        """Returns the same status, but with the role in `role_dir` as seen; the status itself if `role_dir` is None."""
+        """Returns the status with the role in `role_dir` marked as seen; the status itself if `role_dir` is None."""
         seen = frozenset(role for role in self.committed if self.role_dir(role) == role_dir)
         return replace(self, seen=seen) if seen else self
 
@@ -151,8 +152,8 @@ class StepStatus(Weighed):
 def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
     """Returns the steps below a root, sorted by number. With `only`, it looks only at the steps with these numbers.
 
-    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Of a
-    step with one folder, only the manifests are read.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. If a
+    step has one folder, only its manifests are read.
 
     Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
@@ -173,13 +174,14 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
         wanted = {step for step, look in looks.items() if not look.is_sure}
         if not wanted:
             break
-    # Read the root's run last: a run is written there before its first commit, so all listed steps find their run.
+    # Read the root's run last. A run is written into the root before its first commit, so the run of each listed step
+    # is there by now.
     own = below(root)
     return [_without_others(statuses[step], own) for step in sorted(statuses)]
 
 
 def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
-    """Returns the status, with roles of another run as problems, not as committed, so that nobody uses them."""
+    """Returns the status with roles of another run listed as problems, not as committed, so that nobody uses them."""
     others = {role: head.run for role, head in status.says.items() if not own.owns(head)}
     if not others:
         return status
@@ -206,9 +208,9 @@ def newest_complete(
 ) -> StepStatus | None:
     """Returns the newest complete step, or None. It is fast even if there are thousands of steps.
 
-    The first call of a process looks at all steps. A later call looks at the steps whose manifests the process has not
-    read, at the steps that are likely to have been saved again, and then at the other steps, the last commit first,
-    until a step is complete.
+    The first call of a process looks at all steps. A later call first looks at two groups of steps: steps whose
+    manifests the process has not read, and steps that are likely to have been saved again. Then it looks at the other
+    steps, the last commit first, until a step is complete.
 
     Args:
         root: the folder of the steps.
@@ -237,8 +239,8 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields lists of looks: the first is of all steps that are likely or unknown, each later one is of a single other
-    step. The newest of the other steps comes first.
+    """Yields lists of looks: first one list with the looks at all steps that are likely or unknown, then for each other
+    step a list with one look. The newest of the other steps comes first.
 
     If another process has saved a known step again, the look at the step shows it.
     """
@@ -277,9 +279,11 @@ def read_tracker(root: Path) -> int | None:
 
 
 class _Listed(NamedTuple):
-    """One listing of a root: the folders of each step, and where flat steps were moved aside, by their earlier names.
+    """One listing of a root.
 
-    `folders` has the earlier folder of a step that was moved aside, even if that folder is missing.
+    `folders` has the folders of each step. For a step that was moved aside, these include the step's earlier folder,
+    even if that folder is missing. `moved` has the folders to which flat steps were moved aside, by the steps' earlier
+    names.
     """
 
     root: Path
@@ -288,7 +292,7 @@ class _Listed(NamedTuple):
 
 
 def _listings(root: Path) -> Iterator[_Listed]:
-    """Lists a root, and lists it again as long as the caller asks and a change is possible."""
+    """Lists a root, and lists it again each time that the caller asks, at most `_LISTINGS` times."""
     for _ in range(_LISTINGS):
         yield _list(root)
 
@@ -307,7 +311,7 @@ def _list(root: Path) -> _Listed:
 
 
 class _Look(NamedTuple):
-    """The state of a step. If not `is_sure`, the step seems to have been renamed meanwhile, so look again."""
+    """The state of a step. If `is_sure` is False, the step seems to have been renamed during the look."""
 
     status: StepStatus
     is_sure: bool
@@ -357,13 +361,13 @@ def _number_of(path: Path) -> int | None:
         for folder in (path / entry.name for entry in entries if not is_root and _may_be_role(entry)):
             with suppress(OSError, CheckpointCorruptError, CheckpointNotFoundError):
                 says = read_manifest_summary(folder)
-                # A role's folder that was renamed is a copy, and the folder that it is in is no step.
+                # If a role's folder was renamed, it is a copy, so the folder around it is not a step.
                 found |= {says.step} if says.role == folder.name else set()
     return found.pop() if len(found) == 1 else None
 
 
 def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
-    """Looks at a step. `moved` is where the step's own folder was moved aside; None if it was not."""
+    """Looks at a step. `moved` is the folder to which the step's own folder was moved aside; None if it was not."""
     step = _number_of(path)
     if step is None:
         raise FileNotFoundError(errno.ENOENT, "there is no step", str(path))
@@ -418,7 +422,7 @@ def _with_later_metrics(
 
 
 def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:
-    """True if a step or role of a listing was not found, so it may have been renamed, deleted or made since."""
+    """True if the look missed a step or role of the listing, which may have been renamed, deleted or made since."""
     names = {entry.name for entry in entries}
     if not found and (moved is not None or not names or file_names.MANIFEST_FILE in names):
         return True
@@ -481,7 +485,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
         return _RoleFolder(None, frozenset(), _why_unreadable(role_dir, error))
     except CheckpointCorruptError as error:
         if is_flat and _has_roles(path):
-            return None  # another program has put a file of that name into the step
+            return None  # another program has put a file with the manifest's name into the step
         role = aside or (path if is_flat else role_dir).name
         return _RoleFolder(role, frozenset((role,)), str(error))
     role = says.role if is_flat else aside or role_dir.name

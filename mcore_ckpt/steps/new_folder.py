@@ -100,7 +100,7 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
 def mode_as(*sources: Path) -> int:
     """Returns the mode of a tool's output: not more open than the sources that it is made of, as with `cp -r`.
 
-    The folders of a checkpoint's step and root count, too. The umask is still to be applied.
+    The folders of a checkpoint's step and root count, too. The caller must still apply the umask.
     """
     mode = FOLDER_MODE
     for source in sources:

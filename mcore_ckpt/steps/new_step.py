@@ -1,4 +1,4 @@
-"""Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
+"""Lets a tool write a step into a root as a trainer does: it holds the locks, and replaces only what it may replace.
 
 A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. Such a step takes the
 commit number and the branch of the step before it, or of the first step if no step is before it. So a later step stays
@@ -170,7 +170,7 @@ class NewStep:
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
-        """Raises LockedError if somebody reads a replaced role, or goes on from it.
+        """Raises LockedError if a role that would be replaced is being read, or a training goes on from it.
 
         During the `with` block, nobody can begin to do so.
         """

@@ -35,7 +35,10 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class HeldRole:
-    """The files of a role's checkpoint that one node `has`. If the node has not committed it, they are in staging."""
+    """The files of a role's checkpoint that one node has.
+
+    If the node has not committed the checkpoint, the files are in its staging folder. `has` has their positions.
+    """
 
     head: ManifestSummary
     files: int
@@ -111,7 +114,7 @@ class FastCheckpoint:
     def nodes_of_rarest_file(self) -> int:
         """The number of nodes that have the rarest file.
 
-        One node less than this number can be lost without losing a file.
+        If fewer nodes than this number are lost, no file is lost.
         """
         changes = [0] * (self.files + 1)
         for _, has in self.holders:
@@ -226,8 +229,8 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, with the last saved one at the end."""
-    # Of checkpoints without commit numbers, one in a staging folder was saved last. Between the other ones, the time of
-    # the save decides.
+    # If the checkpoints have no commit numbers, a checkpoint in a staging folder was saved last. The time of the save
+    # decides between the others.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
@@ -238,7 +241,7 @@ class NodeStep(Weighed):
     Attributes:
         heads: the summaries of its roles' manifests.
         found: the checkpoints of its roles.
-        why: returns why the step is not whole, and may ask other nodes for that; None if the step is whole.
+        why: returns why the step is not whole, and may ask other nodes for the reason; None if the step is whole.
         is_committed: whether a node has committed it.
     """
 
@@ -312,7 +315,7 @@ def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[i
     """Returns the steps in which all declared roles, and the given roles, are whole.
 
     If a role of a step was saved twice, both saves can be whole: some nodes may still have the files of the first save,
-    because they were away, or died before they committed the second one. In that case the second save counts.
+    because they were away, or died before they committed the second save. In that case the second save counts.
     """
     by_step: dict[int, dict[str, FastCheckpoint]] = {}
     for each in in_order_of_saves(found):

@@ -40,8 +40,8 @@ class RemoteStep(Weighed):
 
     Attributes:
         step: the step's number.
-        found: for each role, the newest attempt with a manifest and all its files, or else the newest attempt with a
-            manifest.
+        found: for each role, the newest attempt that has its manifest and all files; if there is none, the newest
+            attempt that has its manifest.
         others: the other attempts of each role: replaced attempts, and attempts without a manifest.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
         look: lists the files that a role lacks. Raises RemoteError.
@@ -236,7 +236,7 @@ class RemoteSteps:
         Raises OtherRunError if the store belongs to another run, and RemoteError.
         """
         if self.claimed() is None:
-            # The store's file may be lost, or have been written by two runs at once.
+            # The store's `.run.json` may be lost, or two runs may have written it at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]
             text = runs.encode(_claimant(own, there))
             self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))

@@ -7,9 +7,10 @@ To add a rule, add a field to `PreservationPolicy`, and a reason to `_Kept.reaso
 field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
 policies from their frameworks' options.
 
-`keep_for` compares the time in the manifest with this host's clock. If a clock was set back, or a host's clock is late,
-a step seems younger than it is, and stays longer. If a clock jumps forward, or a host's clock is early, `keep_for` ends
-too soon for some steps. No other rule looks at clocks, so the newest `max_to_keep` steps stay in any case.
+`keep_for` compares the time in the manifest with this host's clock. If a clock was set back, or this host's clock is
+behind, a step seems younger than it is, and stays longer. If a clock jumps forward, or this host's clock is ahead,
+`keep_for` ends too soon for some steps. No other rule looks at clocks, so the newest `max_to_keep` steps stay in any
+case.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ def judge(
     damaged, has a newer format, or was copied from another step.
 
     Only steps that have all their files count. So `judge` looks at the files of the newest steps, until enough of them
-    are whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it
-    may be a copy under way, or the only one left. Once enough newer steps are whole, such a step is deleted like any
+    are whole, and not at the files of older steps. If a step would count but lacks files, it stays, because it may be a
+    copy under way, or the only step that is left. Once enough newer steps are whole, such a step is deleted like any
     other old step.
 
-    The step that was saved last (`committed`) stays with all its files even if it is not among the newest, as after a
-    rollback, and so do the `spared` steps, such as the best one. Raises OSError or RemoteError: the files of a step
-    cannot be looked at.
+    The step that was saved last (`committed`) stays with all its files, even if it is not among the newest, as after a
+    rollback. So do the `spared` steps, such as the best step. Raises OSError or RemoteError: the files of a step cannot
+    be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)

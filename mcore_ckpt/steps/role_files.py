@@ -200,7 +200,7 @@ def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: st
     """Makes the files of another program durable, and lists them in a manifest next to them.
 
     Afterwards `RoleReader` and `mcore-ckpt verify` check them. The folder should not have its final name yet: the
-    caller renames it once this has returned. `paths` are relative to the folder.
+    caller renames it once this function has returned. `paths` are relative to the folder.
 
     Raises:
         UnsupportedError: a file has a name that a manifest cannot list. The files are durable, but nothing lists them.
@@ -221,8 +221,8 @@ def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: st
 
 def uncommit_role(role_dir: Path) -> None:
     """Undoes a role's commit, if any, by deleting its manifest. Then the step is not complete. Raises OSError."""
-    # The replaced checkpoints go first. Otherwise one of them would become the role's checkpoint again, for good if a
-    # power loss comes in between.
+    # The manifests of replaced checkpoints go first. Otherwise one of these checkpoints would become the role's
+    # checkpoint again, and stay so if a power loss comes in between.
     for folder in (*replaced_checkpoints(role_dir), role_dir):
         with suppress(FileNotFoundError):
             (folder / file_names.MANIFEST_FILE).unlink()
@@ -239,9 +239,9 @@ def roles_begun(step_path: Path) -> frozenset[str]:
 def files_manifest(
     role: str, step: int, roles: Sequence[str], attempt: str, files: Sequence[tuple[int, WrittenFile]], world_size: int
 ) -> Manifest:
-    """Returns the manifest of a role that has files, each with the rank that wrote it, and no tensors.
+    """Returns the manifest of a role that has files and no tensors.
 
-    The step consists of `roles`, with or without this one.
+    The step consists of `roles`, with or without this one. `files` has the rank that wrote each file, and the file.
     """
     return Manifest(
         step=step,

@@ -8,21 +8,21 @@ A root that was moved or mounted elsewhere goes on as the same run. A copy of a 
 run, with the copied steps as its own. See docs/architecture.md.
 
 - Copied root. The file, or the newest manifest if there is no file, names a root that is another folder, still exists,
-  and has the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too,
-  because a user who copies a root wants to go on from it, and wants old steps to be deleted. An id alone would also
-  claim later saves of the original, so the file keeps the largest number of the copied commits. The new identity
-  follows from the copied file, so roles that replace the file at the same time agree on the identity. If this host
-  cannot see the original, a copy looks like a moved root, and both have the same identity.
+  and has the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to the new run,
+  too, because a user who copies a root wants to go on from the copy, and wants old steps to be deleted. An id alone
+  would also claim later saves of the original, so the file keeps the largest number of the copied commits. The new
+  identity follows from the copied file, so roles that replace the file at the same time agree on the identity. If this
+  host cannot see the original, a copy looks like a moved root, so the original and the copy have the same identity.
 - Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
-  the run that it came from. Once retention has deleted all steps of a run in this chain, nothing names the runs before
-  it.
-- New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved them, they are
-  taken over, and a warning names the run, because that root may only have been moved. At another path, taking them over
-  would be a guess: a new training that names the store of an old one by mistake looks just the same. To continue the
-  old training there, copy the store's `.run.json`.
-- A store is claimed by its first upload, with a copy of `.run.json`. If two runs claim a store at once, both
-  read the file back, and the second run stops. The uploads of the second run until then have its id, so the first run
-  leaves them alone.
+  the run from which that run came. Once retention has deleted all steps of a run in this chain, nothing names the runs
+  before it.
+- New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved these steps,
+  the new root takes them over, and a warning names their run, because the earlier root may only have been moved. At
+  another path, taking the steps over would be a guess: a new training that names the store of an old training by
+  mistake looks just the same. To continue the old training there, copy the store's `.run.json`.
+- The first upload to a store claims the store, by writing a copy of `.run.json` into it. If two runs claim a store at
+  once, both read the file back, and the second run stops. The uploads of the second run until then have its id, so the
+  first run leaves them alone.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from mcore_ckpt.ranks.hosts import this_host
 
 logger = logging.getLogger(__name__)
 
-# How many commit numbers a manager reserves. No manager commits so often, and two thousand million managers in turn can
-# reserve so many.
+# How many commit numbers a manager reserves. No manager makes so many commits, and there are enough numbers for two
+# thousand million managers, one after the other.
 _RESERVED = 2**32
 
 
@@ -56,9 +56,11 @@ class RootRun:
 
     Attributes:
         run: the run.
-        inherits: the other runs whose steps were in the root when the run began: for the id of each, the largest commit
-            number among these steps. These steps belong to the run, too; later commits of the other runs do not.
-        reserved: for each role the largest number that commits in a store or on nodes may have, seen or not.
+        inherits: the other runs whose steps were in the root when the run began, as a mapping from the id of each to
+            the largest commit number of its steps there. These steps belong to the run, too; later commits of the other
+            runs do not.
+        reserved: for each role, the largest number that a commit in a store or on nodes may have, whether or not that
+            commit was ever seen.
     """
 
     run: Run
@@ -66,7 +68,7 @@ class RootRun:
     reserved: Mapping[str, int] = field(default_factory=dict)
 
     def owns(self, run: Run, number: int) -> bool:
-        """True if a run's commit with this number belongs to this run."""
+        """True if the commit of `run` with this number belongs to this root's run."""
         return run.id == self.run.id or number <= self.inherits.get(run.id, -1)
 
 
@@ -100,7 +102,7 @@ def read_root_run(root: Path) -> RootRun | None:
 
 
 def is_copied(root: Path, run: Run) -> bool:
-    """True if the root that a run was made with is still there, and is another folder."""
+    """True if the root that a run names is still there, belongs to that run, and is another folder than `root`."""
     original = Path(run.root or root)
     if str(root.resolve()) == str(original):
         return False
@@ -222,8 +224,8 @@ def settle(
 def reserve(home: Path, role: str, last: int) -> None:
     """Reserves commit numbers of a role above the last number that is known. Raises OSError.
 
-    A later training begins above the reserved numbers, so a checkpoint that it does not see can never be newer than its
-    own ones.
+    A later training begins above the reserved numbers, so its checkpoints are newer than all earlier checkpoints, even
+    those that it does not see.
     """
     known = read_root_run(home)
     if known is not None:
@@ -256,8 +258,9 @@ def _new(
 def _new_id(path: Path, root: str) -> str:
     """Returns the id of a run that replaces the run in a file, or of the first run if there is no file.
 
-    The roles of a copied root may begin at once in several programs. Each replaces the copied file, and all use the
-    same id, because it follows from the file, which no other copy shares.
+    The roles of a copied root may begin at once in several programs. Each program replaces the copied file, and all of
+    them use the same id, because the id follows from the root's path and from the inode and the change time of the
+    copied file. No other copy of the root has the same id.
     """
     try:
         stat = path.stat()
@@ -269,8 +272,8 @@ def _new_id(path: Path, root: str) -> str:
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     """Reconstructs a root's lost file, as far as the manifests allow; None if no manifest has a run.
 
-    The result names one run and the runs that it came from. The named run is, among the runs that have saved to this
-    path, the one that committed last; if no run has saved to this path, the one that committed last of all.
+    The result names one run and the runs that it came from. Of the runs that have saved to this path, the run with the
+    last commit is named. If no run has saved to this path, the run with the last commit of all is named.
     """
     signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
     if not signed:

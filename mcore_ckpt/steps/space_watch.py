@@ -3,17 +3,18 @@
 A save frees nothing before its commit: the checkpoint that it replaces, and old steps, stay until then. So only the
 space that is free at the beginning counts.
 
-If no step will be deleted, the commit already shows whether the next save will fit, and the next save may begin at
-once. If steps will be deleted, the free space shows it only once they are gone. This check may take long (manifests,
-and space that is freed late), so it runs on its own thread: neither saves nor deletions wait for it.
+If no step will be deleted, the commit already checks whether the next save will fit, because that save may begin at
+once. If steps will be deleted, the free space shows this only once the steps are gone. That later check may take long,
+because it reads manifests and space may be freed late. So it runs on a separate thread: neither saves nor deletions
+wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
 tokenizer's files are not known yet. The system's superuser may use reserved blocks and exceed quotas, as the kernel
-allows; soft quotas count when their grace period is over. A deletion on another host shows only in the name of the
-step, and in the growth of the space that was short. After a wait for deletions the save looks at its trainer lock once
-more, and takes the lock if the disk had been too full for the lock's file. Before a refusal, old steps that could be
-deleted are looked for, but only for two seconds, because all ranks wait. If there are too many steps for that, the
+allows; soft quotas count when their grace period is over. The only signs of a deletion on another host are the name of
+the step and the growth of the space that was short. After a wait for deletions the save looks at its trainer lock once
+more, and takes the lock if the disk had been too full for the lock's file. Before a refusal, the check looks for old
+steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that, the
 error names only the command that lists them.
 """
 
@@ -50,7 +51,7 @@ _MAY_FIT = "The file system may store the files in less space, so the save is tr
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that is about to begin. It has no `policy` if the checkpoint is not part of a step below the root."""
+    """A save that is about to begin. `policy` is None if the checkpoint is not part of a step below the root."""
 
     role_dir: Path
     step: int
@@ -93,8 +94,8 @@ class SpaceWatch:
         """Refuses a save whose files do not fit. `need` has the files of all ranks. Raises NoRoomError.
 
         If there is too little space now, it first waits for deletions that are under way. If a deletion still goes on
-        after `patience_s`, the save may begin, because the freed space may suffice. Before a refusal, the look at old
-        steps also ends after `patience_s`.
+        after `patience_s` seconds, the save may begin, because the freed space may suffice. Before a refusal, the look
+        at old steps also ends after `patience_s` seconds.
         """
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING
@@ -118,9 +119,9 @@ class SpaceWatch:
     def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
         """Warns once if the next save, with the need of the last check, will not fit. Makes only system calls.
 
-        `deletes` is True if retention deletes steps now, or after the commits of other roles. Then this does not warn,
-        because one step frees the space of about one save. Returns the argument for `foresee`, which the caller calls
-        once the steps are deleted; None if `foresee` need not look.
+        `deletes` is True if retention deletes steps now, or after the commits of other roles. Then this method does not
+        warn, because each deleted step frees about the space of one save. Returns the argument for `foresee`, which the
+        caller calls once the steps are deleted; None if `foresee` need not look.
         """
         saved = Saved(role_dir, step, self._checks, self._checked)
         with suppress(OSError):
@@ -139,7 +140,7 @@ class SpaceWatch:
         return saved
 
     def foresee(self, saved: Saved) -> None:
-        """Warns once if a save like a committed one will not fit. Call it when old steps have been deleted.
+        """Warns once if another save like `saved` will not fit. Call it when old steps have been deleted.
 
         Returns immediately, and looks on another thread. It looks only if the step is complete, and it says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
@@ -220,7 +221,7 @@ class SpaceWatch:
         def look() -> None:
             found.append(_found_by_prune(self._root, self._prune, stop))
 
-        # On a thread, because one call to a network file system can already take too long.
+        # The look runs on a thread, because one call to a network file system can already take too long.
         with suppress(NoThreadError):
             self._prune_look.add(look)
             self._prune_look.wait_at_most(min(look_s, tuning.OLD_STEPS_LOOK_S))
@@ -229,7 +230,7 @@ class SpaceWatch:
 
 
 class _Warned:
-    """Remembers the reason of the last warning, which need not be repeated while it lasts."""
+    """Remembers the reason of the last warning, so that the warning is not repeated while the reason lasts."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -250,7 +251,7 @@ def _settled_space(
 ) -> DiskSpace | None:
     """Returns the free space of a folder, as soon as it suffices or no deletion below the root is visible any more.
 
-    Returns None if a deletion is still visible after `patience_s`, or as soon as `is_overtaken` is true. Raises
+    Returns None if a deletion is still visible after `patience_s` seconds, or as soon as `is_overtaken` is true. Raises
     OSError.
     """
     began = last_growth = time.monotonic()
@@ -274,7 +275,7 @@ def _settled_space(
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
-    """True if one of the limits leaves more than ever before. Notes in `most` how much each leaves.
+    """True if one of the limits leaves more than at any earlier look. Notes in `most` the most that each has left.
 
     Any other change is no sign of a deletion, because on a shared disk other users also write and delete files.
     """

@@ -29,7 +29,7 @@ class StepSize:
         nbytes: the bytes of all files.
         created: when the last of the roles was saved (ISO 8601, UTC); empty if there is none.
         taken: the space that the files take on a disk with blocks of 4 KiB.
-        of_nodes: for each role that was saved into the fast tier, the files that the folder has, a part or all of them.
+        of_nodes: for each role that was saved into the fast tier, which files the folder has: a part or all of them.
     """
 
     nbytes: int
@@ -68,9 +68,10 @@ class StepNeed:
     """The need of a save that writes the same files as a step.
 
     Attributes:
-        kept: the need of its files, the step's folder and an owner file, which is gone when the next role saves.
-        passing: about how many more bytes a role writes, and deletes again before its commit; the largest number of all
-            roles. These are the tensors of a model that is kept only in HuggingFace's form (`hf_model` without
+        kept: the need of the step's files, its folder and one owner file. The owner file is gone when the next role
+            saves.
+        passing: about how many more bytes a role writes and deletes again before its commit: the largest such number of
+            all roles. These are the tensors of a model that is kept only in HuggingFace's form (`hf_model` without
             `model`).
     """
 

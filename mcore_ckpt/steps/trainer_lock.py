@@ -5,13 +5,13 @@ Another trainer takes the lock over if it knows that the process is dead, or if 
 TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
 this time with its own monotonic clock, so the clocks of two hosts are never compared.
 
-With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back finds a
-larger number than its own right before it would put a checkpoint in place.
+With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back looks
+at the file right before it would put a checkpoint in place, and finds a larger number there than its own.
 
-The watch begins when the manager is made, so a job that is started again on other hosts mostly does not wait. A save
+The watch begins when the manager is made, so a job that is started again on other hosts usually need not wait. A save
 waits at most half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number, so a
 process with the pid and start time in the file counts as the holder. All managers of one role in one process are one
-trainer, even if an earlier one was never closed.
+trainer, even if an earlier manager was never closed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Claim:
 
     @property
     def generation(self) -> int:
-        """Grows by one with each takeover of the lock; 0 in a damaged file, and in one of an older version."""
+        """A number that grows by one with each takeover; 0 if the file is damaged or of an older version."""
         try:
             return fields.get_int(fields.decode(self.content), "generation")
         except fields.FieldError:
@@ -134,7 +134,7 @@ class TrainerLock:
             self._notice(read_claim(self._path))
 
     def check_root(self) -> None:
-        """Raises CommitError if the root is no longer the folder that it was when this lock was made, and OSError.
+        """Raises OSError, and CommitError if the root is no longer the folder that it was when this lock was made.
 
         Every rank may call it, because ranks on other hosts have mounted the root themselves.
         """
@@ -274,10 +274,10 @@ class TrainerLock:
 class ToolLocks:
     """The locks of the roles that a tool writes below a root. A `with` block holds them.
 
-    It also excludes trainers of other roles, whose retention would judge the new step. Tools that write other roles may
-    run at the same time. A root that has to be made gets `mode`, restricted by the umask.
+    It also excludes trainers of other roles, because their retention would judge the new step. Tools that write other
+    roles may run at the same time. A root that has to be made gets `mode`, restricted by the umask.
 
-    Raises LockedError if a trainer saves below the root, or another tool writes one of the roles, and OSError.
+    Raises OSError, and LockedError if a trainer saves below the root, or another tool writes one of the roles.
     """
 
     def __init__(self, root: Path, roles: Sequence[str], mode: int = FOLDER_MODE) -> None:

@@ -79,9 +79,10 @@ def open_together(
             So a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
             call this function.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
-        patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
-            the folder, which is made meanwhile. If the folder cannot be made, `await_opening` raises the error.
-        skips: whether this save is skipped if an earlier one is under way. It is the same on all ranks.
+        patience_s: for how long one call to the file system may hold up the ranks, in seconds. After that, the ranks go
+            on without the folder, and rank 0 makes it meanwhile. If the folder cannot be made, `await_opening` raises
+            the error.
+        skips: whether this save is skipped if an earlier one is under way. All ranks must pass the same value.
 
     Raises:
         BusyError: an earlier save is still under way on some rank, and `skips` is false.
@@ -188,8 +189,8 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
 
     Args:
         topic: what is being saved, for messages.
-        records: what the ranks have submitted: whether an earlier save is under way (`busy`), the error of one that
-            failed (`failure`), and the names of the parts to save (`parts`).
+        records: what the ranks have submitted: whether an earlier save is under way (`busy`), the error of an earlier
+            save that failed (`failure`), and the names of the parts to save (`parts`).
         skips: whether the save is skipped if an earlier one is under way.
 
     Raises BusyError, which names the first rank on which an earlier save is under way, if `skips` is false; and

@@ -1,9 +1,9 @@
 """Uploads one committed checkpoint to a remote store: its files first, its manifest last.
 
 While a file is sent, its CRC is compared with the manifest. If the two differ, the file is withdrawn before it is
-complete. After a file has arrived, its size in the store is compared with the manifest, and its ETag or MD5, if the
-store tells one, with the checksum of the sent bytes. If the ETag is not an MD5 (encryption, other stores), the file is
-read back.
+complete. After a file has arrived, its size in the store is compared with the manifest. If the store reports an ETag or
+an MD5 of the file, this value is compared with the checksum of the sent bytes. If the ETag is not an MD5 (encryption,
+other stores), the file is read back.
 
 Local bytes are read once, in parts of 16 MiB. Memory holds a few parts for each of four files. Before the manifest is
 sent, one listing must show all files, because the store may have been tidied up while this process was suspended.
@@ -41,8 +41,8 @@ from mcore_ckpt.steps.worth import lack_of
 logger = logging.getLogger(__name__)
 
 # The ETag of an S3 object is the MD5 of its bytes. If the object was sent in parts, the ETag is the MD5 of the parts'
-# MD5s, and the number of parts. The ETag of an encrypted object is something else, so a different ETag does not show
-# that the bytes differ.
+# MD5s, followed by the number of parts. The ETag of an encrypted object is something else, so a different ETag does not
+# show that the bytes differ.
 _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 
 
@@ -87,7 +87,7 @@ class Upload:
         shortage = shortage_of(self._store, need)
         if shortage is None:
             return
-        # An earlier try may have sent parts of files, which this one overwrites.
+        # An earlier try may have sent parts of files, which this try overwrites.
         there = self._store.sizes(self.key)
         sent = [(path, there[path]) for path, _ in files if path in there]
         shortage = shortage_of(self._store, need, Need.of(sent))
@@ -221,7 +221,7 @@ class SentBytes:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum (an ETag or an MD5) equals the sent bytes' checksum. False without one."""
+        """True if the store's checksum (an ETag or an MD5) is that of the sent bytes. False if there is none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         one = self._parts[0].hex() if len(self._parts) == 1 else ""
@@ -251,15 +251,15 @@ def tidy_up(
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
         metrics: the metrics of each local step.
-        deleted: this function calls it with each deleted step, and the seconds that the deletion took.
+        deleted: called with the number of each deleted step, and the seconds that its deletion took.
     """
     steps = remote.steps()
     for position, step in enumerate(steps):
         gone = [key for key in superseded(step, uploaded) if key not in pending]
         for key in gone:
             remote.delete(key)
-        # If manifests have no commit numbers, the attempt that was just uploaded may have replaced one that seemed
-        # newer.
+        # If manifests have no commit numbers, the attempt that was just uploaded may have replaced an attempt that
+        # seemed newer.
         if gone or step.step == uploaded.step:
             steps[position] = remote.step(step.step)
     last = newest(steps)

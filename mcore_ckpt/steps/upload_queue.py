@@ -1,18 +1,18 @@
 """Uploads committed checkpoints in the background, one after the other, on a separate thread.
 
 - Rank 0 alone, with a few threads, sends the files of all ranks. Its speed is limited by one node's network and one
-  Python process (some hundred MB/s). But the ranks need not communicate: no rank can be late, dead or in another state,
-  and nothing in training depends on the upload. If every node sent its files, each would call `Upload.run` for a part
-  of the files, and rank 0 would wait before `_check_all_there`. This would be worth the effort if uploads took longer
-  than the time between saves.
+  Python process (some hundred MB/s). But the ranks need not communicate, so a rank that is late, dead or in another
+  state does no harm, and nothing in training depends on the upload. If every node sent its files, each would call
+  `Upload.run` for a part of the files, and rank 0 would wait before `_check_all_there`. This would be worth the effort
+  if uploads took longer than the time between saves.
 
-A role's commit starts its upload, on a thread that ends when it has no more work: neither training nor the next save
-waits. The thread uploads complete steps of the local root that `max_to_keep` would keep. These steps must have been
-committed after the store's newest step, or committed by this process and not in the store yet. The newest step goes
-first, and a step that is committed meanwhile goes before those that still wait. So a store that is slower than the
-saves has gaps, but does not fall behind more and more. A step that is being uploaded has a mark
-(`.{role}.uploading-...`), so no process deletes it. Otherwise, with `max_to_keep=1`, a slow store would never get a
-whole step.
+The commit of a checkpoint starts its upload, on a thread that ends when there is no more work. Neither training nor the
+next save waits for the upload. The thread uploads complete steps of the local root that `max_to_keep` would keep. It
+uploads such a step only if the step was committed after the store's newest step, or if this process has committed the
+step and the store does not have it yet. The newest step goes first, and a step that is committed meanwhile goes before
+the steps that still wait. So a store that is slower than the saves has gaps, but does not fall behind more and more. A
+step that is being uploaded has a mark (`.{role}.uploading-...`), so no process deletes it. Otherwise, with
+`max_to_keep=1`, a slow store would never get a whole step.
 
 A request that fails is tried six times over half a minute. Then a warning is logged. After the next commit, whose
 upload goes first, the failed upload is tried again, and sends only the files that have not arrived. A process that is
@@ -152,7 +152,7 @@ class UploadQueue:
         self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until the queue is idle: no upload is under way, and only failed ones are left."""
+        """Waits at most `seconds` until no upload is under way, and only failed uploads are left in the queue."""
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
@@ -233,7 +233,7 @@ class UploadQueue:
         These are the steps that this process has committed, and steps that earlier processes have not uploaded: the
         complete local steps that were committed after every step of this role in the store.
         """
-        # The last commit first, until one has all its files.
+        # Look at the last commit first, and stop at the first step that has all its files.
         ours = sorted((each for each in there if self._role in each.committed), key=lambda each: -each.commit.number)
         last = next((each.commit.number for each in ours if each.has(self._role)), -1)
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]

@@ -109,7 +109,7 @@ def _age_s(trial: Path) -> float:
 
 
 def is_in_use(folder: Path, step_path: Path) -> bool:
-    """True if a save may be writing into a step that is now in `folder`, or an upload may be reading it.
+    """True if a save may be writing into a step that is now in `folder`, or an upload may be reading the step.
 
     If the step's usual folder (`step_path`) is also the folder of a role, the role's work folders are next to it.
     """

@@ -118,9 +118,10 @@ class Weighed:
 
     @property
     def given_up(self) -> frozenset[str]:
-        """The roles of a branch that another role has given up: that role has saved the step again, and they have not.
+        """The roles whose branch another role has given up.
 
-        A role without a commit number, such as one of plain files, is not compared.
+        The other role has saved the step again, and these roles have not. A role without a commit number, such as a
+        role of plain files, is not compared.
         """
         commit = self.commit
         return frozenset(head.role for head in self.heads if head.commit and commit.has_given_up(head.commit.number))
@@ -209,7 +210,7 @@ def _data(role_dir: Path) -> bytes | None:
 
 
 def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, int]) -> Lack | None:
-    """Compares the sizes that a manifest lists with those that `place` shows, both by path. Ignores other files."""
+    """Compares the sizes in a manifest (`wanted`) with the sizes at `place` (`there`), by path. Ignores other files."""
     wrong = [path for path, size in wanted.items() if there.get(path) != size]
     if not wrong:
         return None
