@@ -1,9 +1,9 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
-The newest step is the one that was committed last. That step need not have the highest number, and no clock is looked
-at. The last commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. If files
-of the last commit are missing, that step cannot be loaded, but the other steps stay abandoned. So damage never brings
-back a step that the training has given up, unless nothing else is left.
+The newest step is the one that was committed last. That step need not have the highest step number. Clocks do not
+count. The last commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. If
+files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay abandoned. So damage never
+brings back a step that the training has given up, unless nothing else is left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
@@ -94,7 +94,7 @@ class Choice(Generic[Step]):
         steps: the steps to try, in this order: the newest whole step, then older steps, whose files nobody has looked
             at, because there may be thousands. Abandoned steps come last.
         passed_over: the newer steps that cannot be loaded, and the steps of another run. If there is no step to try,
-            this has all steps.
+            `passed_over` has all steps.
         roles: the roles to load.
         stripped: the steps that are not tried, because retention has removed what the load needs; the newest first.
     """
@@ -152,7 +152,7 @@ def _what_is_gone(step: Weighed) -> str:
 def choose(
     steps: Sequence[Step], roles: Sequence[str] = (), needed: Mapping[str, Collection[str]] = NOTHING
 ) -> Choice[Step]:
-    """Chooses the steps to load from, which have all `roles`.
+    """Chooses the steps to load from. Each of them has all `roles`.
 
     Of two steps with the same commit number, the higher one is tried first.
 

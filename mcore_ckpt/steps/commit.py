@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # How many times `open_staging` tries to make the step's folder and then the staging folder in it. In between, another
-# role can remove the step's folder, which is still empty.
+# role can remove the step's folder, because it is still empty.
 _TRIES = 100
 # The most files that a thread looks at in one turn, and the least number of turns for each thread if there are many
 # files. Because of the turns, a thread whose calls take longer looks at fewer files.
@@ -164,7 +164,7 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     """Commits a staging folder that has its manifest, by renaming it to the role's folder.
 
     A checkpoint that the role's folder already holds stays intact until the new one is in place. Files that other
-    programs put into the role's folder are kept (foreign_files.py).
+    programs have put into the role's folder are kept (foreign_files.py).
 
     Raises OSError: the new checkpoint is not in place, and the old one is untouched.
     """
@@ -174,7 +174,7 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
             if link_foreign_files(role_dir, staging):
                 sync_dir(staging)
             # The old checkpoint is about to be moved aside. If this process dies then, the owner file tells the next
-            # process who moved it.
+            # process which process moved the checkpoint.
             with suppress(OSError):
                 write_owner(role_dir)
         if not exchange(staging, role_dir):

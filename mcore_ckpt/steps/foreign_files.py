@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def link_foreign_files(old: Path, new: Path) -> bool:
-    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, even after a crash.
+    """Makes hard links in `new` to the foreign files of `old`, so that no file is missing, even after a crash.
 
     Returns True if there are foreign files. The links become durable with the next sync of `new`.
     """
@@ -34,8 +34,8 @@ def link_foreign_files(old: Path, new: Path) -> bool:
 def move_foreign_entries(old: Path, new: Path) -> bool:
     """Moves, durably, the foreign files and folders of `old` that `new` lacks or has in an older version.
 
-    These are the entries that `link_foreign_files` could not link, and entries that were written since. Returns False
-    if something has to stay in `old`.
+    These are entries that `link_foreign_files` could not link, and entries that were written after its call. Returns
+    False if something has to stay in `old`.
     """
     moved = False
     for entry in _foreign_entries(old):

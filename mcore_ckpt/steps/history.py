@@ -81,8 +81,8 @@ class RunHistory:
     def hold(self) -> None:
         """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
 
-        A training that has not saved yet has no trainer lock, and a program that only loads needs none. So this is a
-        read lock, which other trainings do not notice.
+        A training that has not saved yet has no trainer lock, and a program that only loads needs no trainer lock. So
+        this method takes a read lock, which other trainings do not notice.
         """
         self.release()
         if self._last is not None:
@@ -97,7 +97,7 @@ class RunHistory:
         self._held.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
-        """Notes the commit numbers of checkpoints, also of those that are only in a store or only on other nodes."""
+        """Notes the commit numbers of checkpoints, which may be only in a store, or only on other nodes."""
         for head in heads:
             self._position = self._position.seen(head.number, head.number if head.role == self._role else 0)
 
@@ -111,7 +111,7 @@ class RunHistory:
     def _together(self, with_store: bool) -> list[ManifestSummary]:
         """Returns all roles' checkpoints with commit numbers in the steps to which this role belongs. Raises nothing.
 
-        When it is called, the checkpoint is loaded already, and the other ranks go on.
+        When this method is called, the checkpoint is loaded already, and the other ranks go on.
         """
         heads: list[ManifestSummary] = []
         try:
@@ -196,8 +196,8 @@ class RunHistory:
             heads = self._heads()
             self.seen(heads)
             if self._remote is not None and self._position.parent is not None and not heads:
-                # The root is on a new disk. If a step was loaded by its number, the store may have later steps, whose
-                # numbers count, too.
+                # The root is on a new disk. If a step was loaded by its number, the store may have later steps, and
+                # their numbers count, too.
                 with suppress(RemoteError):
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
             known = runs.settle(self._home, self._root, heads, self._took_over, self._parent)

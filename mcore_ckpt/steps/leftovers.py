@@ -1,4 +1,4 @@
-"""Removes the leftovers of crashed processes below a folder of steps, and restores checkpoints they moved aside."""
+"""Removes what crashed processes left below a folder of steps, and restores checkpoints that they had moved aside."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
         ):
             _unlink(entry)
-    # The name of a work folder next to a step does not contain its role. If the owner of the folder cannot be checked,
-    # the folder belongs to this role only if no trainer of another role holds a lock.
+    # The name of a work folder next to a step does not contain its role. If the owner of such a folder cannot be
+    # checked, the folder counts as this role's only if no trainer of another role holds a lock.
     locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
     only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -86,7 +86,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
     It leaves out folders whose process may be alive, on this host or another. It also leaves out checkpoints that were
-    moved aside and that the next start of a trainer will restore.
+    moved aside, if the next start of a trainer will restore them.
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
@@ -118,8 +118,8 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and the process that wrote the file may
-    # have died in between. A save writes an owner file into a role's folder before it replaces the folder, and so does
-    # retention before it removes an optimizer.
+    # have died before the deletion. A save also writes an owner file into a role's folder before it replaces the
+    # folder, and retention does so before it removes an optimizer.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             remove_dropped(folder, alone)

@@ -467,7 +467,8 @@ class _RoleFolder(NamedTuple):
 
 
 def _may_be_role(entry: os.DirEntry[str]) -> bool:
-    # The listing of the step shows which entries are files, so no call has to look for a manifest in them.
+    # The listing of the step shows which entries are files, so no call is wasted on looking for a manifest below a
+    # file.
     return file_names.is_role(entry.name) and not entry.is_file(follow_symlinks=False)
 
 

@@ -146,10 +146,10 @@ class NewStep:
         commit.write_manifest(self._staged[self.role_dir(manifest.role)], manifest)
 
     def publish(self) -> None:
-        """Puts all opened roles, which must have their manifests, in place, and moves the tracker.
+        """Puts all opened roles in place, and moves the tracker. Each opened role must have its manifest.
 
-        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read it
-        or has taken the locks over, CommitError if the root is another folder by now, and OSError.
+        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read the
+        step or has taken the locks over, CommitError if the root is another folder by now, and OSError.
         """
         self._check()
         with self._unread():

@@ -61,7 +61,7 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
     """Returns the files of a checkpoint that has a placement. `here` has the positions of the files that are here."""
     placement, there = manifest.placement, frozenset(here)
     assert placement is not None
-    # Each file counts for the node that has written it, so that copies do not count as nodes.
+    # Each file counts only for the node that has written it, and not for the nodes that have copies of it.
     writers = {nodes[0] for nodes in placement.by_file}
     partly = {nodes[0] for position, nodes in enumerate(placement.by_file) if position not in there}
     return NodeFiles(
@@ -79,7 +79,7 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
 def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
     """Returns the steps of a folder. In a node's folder of the fast tier, one node's files make a step complete.
 
-    In a root, a step of the fast tier is only a part of a step, which somebody has copied there from one node.
+    If a root has a step of the fast tier, somebody has copied it there from one node, and it is only a part of a step.
 
     Raises OSError like `newest_complete`.
     """

@@ -287,7 +287,7 @@ class NodeStep(Weighed):
 
     @staticmethod
     def of(record: Sequence[Any]) -> NodeStep:
-        """Returns the object that `to_record` has turned into this record, without its checkpoints."""
+        """Returns the step that `to_record` has turned into this record, without the step's checkpoints."""
         step, heads, reason = record
         summaries = [
             ManifestSummary(step, role, (role,), "", "", commit=commit and decode_commit(commit))
@@ -299,7 +299,7 @@ class NodeStep(Weighed):
 def node_steps(
     found: Sequence[FastCheckpoint], roles: Sequence[str], why: Callable[[FastCheckpoint], str]
 ) -> list[NodeStep]:
-    """Returns the whole steps (`whole_steps`), and the remains of steps that were committed after them.
+    """Returns the whole steps (`whole_steps`), and the remains of steps that were committed after the last whole step.
 
     A checkpoint that no node has committed is a save that was under way, not a lost step. `why` returns why a
     checkpoint is not whole.

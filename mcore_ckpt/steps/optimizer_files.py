@@ -1,15 +1,17 @@
 """Removes the optimizer from old checkpoints that stay (`optimizer_for_last`), and the leftovers of such removals.
 
 A new manifest without the optimizer takes the place of the old one in one rename. Once that is durable, the optimizer's
-folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that is whole by its
-manifest, perhaps with files that no manifest lists. The next start of a trainer or `prune` removes these.
+folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that has all files of
+its manifest, and perhaps files that no manifest lists. The next start of a trainer or `prune` removes the unlisted
+files.
 
 The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name this `attempt` as their parent,
 and the copy in a remote store, which keeps the optimizer, still counts as a copy of the checkpoint. `dropped` in the
 manifest distinguishes the checkpoint from its copy.
 
-A save may put a new checkpoint into the place of the role's folder at any moment. So manifest and optimizer are renamed
-in the folder that was opened, and files are removed below a name that no other folder has.
+A save may put a new checkpoint into the place of the role's folder at any moment. So this module opens the folder once
+and renames manifest and optimizer in the opened folder, and it removes files only below a name that no other folder
+has.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def _drop(status: StepStatus, role: str) -> str | None:
 def remove_dropped(role_dir: Path, alone: bool = False) -> list[Path]:
     """Removes the optimizer files that a process left when it died during a removal. `alone` is as in `is_leftover`.
 
-    Returns the folders that it has tried to remove. Raises nothing.
+    Returns the folders that this function has tried to remove. Raises nothing.
     """
     with suppress(OSError, ValueError, CheckpointCorruptError):
         life = life_of(role_dir)

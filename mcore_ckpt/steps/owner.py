@@ -2,9 +2,9 @@
 
 A pid does not identify an owner: pids are reused, containers number their processes separately, and a process that runs
 another program in its place (`exec`) keeps its pid. Therefore an owner is one life of a process: from its start, or
-from its last `exec`, to its end. A life has ended if, in its pid namespace, no process has its pid, or a process with
-another start time has its pid, or the process that asks has its pid and is another life. A start time that cannot be
-read leaves the answer unknown.
+from its last `exec`, to its end. A life has ended if one of these is true in its pid namespace: no process has its pid;
+a process with another start time has its pid; or the process that asks has its pid and is another life. A start time
+that cannot be read leaves the answer unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mcore_ckpt.ranks.hosts import this_host
 
 
 class Life(enum.Enum):
-    """Whether a process is alive. UNKNOWN: the process that asks cannot see it. Then it counts as alive."""
+    """Whether a process is alive. UNKNOWN: the process that asks cannot see it, so it counts as alive."""
 
     ALIVE = "alive"
     UNKNOWN = "unknown"
@@ -41,14 +41,14 @@ class Owner:
     """The process that a folder or a lock file belongs to.
 
     Attributes:
-        host: the host's name, its boot id and the pid namespace. The name is not enough, because two containers can
-            have the same name and still number their processes separately.
+        host: the host's name, its boot id and the pid namespace. The name alone is not enough, because two containers
+            can have the same name and still number their processes separately.
         pid: the process id in that namespace.
         start: when the process started, in clock ticks since boot; 0 if that is not known. A later process can get the
             same pid.
         clock: the time namespace whose clock counts the ticks of `start`; empty if it is not known.
-        nonce: a random number that only this life has. A forked child, and a program that the process runs in its
-            place, have other numbers. Empty in files of older versions.
+        nonce: a random number that only this life has. A forked child has another number, and so has a program that the
+            process runs in its place (`exec`). Empty in files of older versions.
     """
 
     host: str
@@ -168,7 +168,7 @@ def _clock() -> str:
 
 
 def _shows_this_namespace() -> bool:
-    """True if the numbers in /proc are those of this process's pid namespace."""
+    """True if /proc numbers processes as this process's pid namespace does."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
             if line.startswith("NSpid:"):

@@ -138,7 +138,7 @@ class RemoteSteps:
     def step(self, step: int, of_any_run: bool = False) -> RemoteStep:
         """Returns one step; a step without roles if the store does not have it. Raises RemoteError.
 
-        With `of_any_run`, it also returns a step that only another run has.
+        With `of_any_run`, it also returns a step of which only other runs have checkpoints.
         """
         found = self._step(step, self.ownership())
         if not of_any_run or found.found or not found.is_shared:

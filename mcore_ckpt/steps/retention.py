@@ -1,4 +1,4 @@
-"""Decides which steps stay (the preservation policy) and deletes the other steps, except those that are in use.
+"""Decides which steps stay (the preservation policy) and deletes the other steps, except steps that are in use.
 
 `judge` decides, and needs only the statuses of the steps. The statuses are read from disk each time, so any process can
 delete: a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
@@ -220,7 +220,7 @@ def _best(
 ) -> tuple[dict[int, list[KeepBest]], set[int]]:
     """Returns the best complete steps by each rule, as a mapping from step to rules.
 
-    The second result contains the steps that would be among the best, but lack files.
+    The second result has the steps that would be among the best, but lack files.
     """
     best, lacking = dict[int, list[KeepBest]](), set[int]()
     claimed = [status for status in statuses if rules and status.is_claimed and status.step not in given_up]

@@ -71,8 +71,8 @@ class RoleWriter:
 class RoleReader:
     """Reads the files of a committed role and checks each one's size and CRC.
 
-    Raises CheckpointNotFoundError if the folder has no manifest, which means that nothing is committed there.
-    Raises CheckpointCorruptError if the manifest is damaged.
+    Raises CheckpointNotFoundError if the folder has no manifest, so nothing is committed there. Raises
+    CheckpointCorruptError if the manifest is damaged.
 
     Example:
         >>> RoleReader(step_path / "recover_info").read("step_info.json", 4096)  # doctest: +SKIP
@@ -204,7 +204,7 @@ def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: st
 
     Raises:
         UnsupportedError: a file has a name that a manifest cannot list. The files are durable, but nothing lists them.
-        OSError: the files are not durable, or one changes meanwhile.
+        OSError: the files are not durable, or a file changes during the call.
         CommitError: the manifest could not be read back.
     """
     if problem := file_names.problem_of_names(folder, paths):

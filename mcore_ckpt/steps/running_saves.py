@@ -69,8 +69,8 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
 
 
 def _began(staging: Path) -> float:
-    # The time of the owner's file tells when the save began. The time of the folder, which changes with each new file
-    # in it, is used only if there is no such file.
+    # The time of the owner's file tells when the save began. Only if there is no such file, the time of the folder is
+    # used, because the folder's time changes with each new file in the folder.
     for path in (staging / file_names.OWNER_FILE, staging):
         with suppress(OSError):
             return os.stat(path).st_mtime

@@ -89,7 +89,7 @@ def decode(data: bytes) -> RootRun | None:
 
 
 def read_root_run(root: Path) -> RootRun | None:
-    """Returns the run in a root's file; None if there is no file, or a damaged one. Raises OSError."""
+    """Returns the run in a root's file; None if there is no file, or the file is damaged. Raises OSError."""
     try:
         return decode(read_small(root / file_names.RUN_FILE, limits.SMALL_BYTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -209,7 +209,7 @@ def settle(
         replace_file(path, encode(known))
         return known
     made = _new(root, known or read_root_run(root), heads, took_over, parent, here)
-    if path.exists():  # the file is that of a copied root, or damaged
+    if path.exists():  # the file was copied with the root, or is damaged
         replace_file(path, encode(made))
         return made
     try:
@@ -285,8 +285,8 @@ def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     came_from, id = list[ManifestSummary](), last.id
     while there := by_run.pop(id, None):
         came_from += [head for run, head in there if run.id != last.id]
-        # The oldest manifest names the parent. Later ones may name another run, because the training has since loaded a
-        # step of that run.
+        # The oldest manifest names the parent. Later manifests may name another run, because the training may have
+        # loaded a step of that run.
         parent = there[0][0].parent
         id = "" if parent is None else parent.run
     return RootRun(last, _largest_numbers(came_from))

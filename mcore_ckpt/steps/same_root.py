@@ -2,10 +2,10 @@
 
 A disk may be unmounted, so that saves would fill the empty folder that it was mounted on. Something may be mounted over
 the root. The folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and
-inode of the folder show each of these changes. Rank 0 looks before it opens a save and right before the rename, and
-each rank before and after it writes. All ranks also look at the node's folder of the fast tier. If the root does not
-exist yet, the folder above it counts. A root that was deleted is made again. A network file system that an automounter
-has mounted again counts as the same folder.
+inode of the folder show each of these changes. Rank 0 checks the root before it opens a save and right before the
+rename, and each rank checks it before and after it writes. All ranks also check the node's folder of the fast tier. If
+the root does not exist yet, the folder above it counts. A root that was deleted is made again. A network file system
+that an automounter has mounted again counts as the same folder.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class SpaceWatch:
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING
         role_dir = saving.role_dir
-        with suppress(OSError):  # the free space is unknown, or the folder cannot be made, which shows later
+        with suppress(OSError):  # the free space is unknown, or the folder cannot be made (an error that shows later)
             need += _files_of_rank_0(role_dir, need)
             self._checked = need
             space = _settled_space(

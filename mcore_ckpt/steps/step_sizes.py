@@ -1,7 +1,7 @@
 """Computes how large a step is and when it was saved, from its roles' manifests.
 
-This module reads whole manifests. `listing.py` reads only the beginning of a manifest, because reading all of a large
-run's manifest takes long.
+This module reads whole manifests. `listing.py` reads only the beginning of a manifest, because reading the whole
+manifest of a large run takes long.
 """
 
 from __future__ import annotations

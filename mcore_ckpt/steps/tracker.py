@@ -33,7 +33,7 @@ def remove_tracker(root: Path) -> None:
 def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
-    `committed` is the step that was committed just now, which is the newest once it is complete. If `committed` is
+    `committed` is the step that was committed just now. It is the newest step once it is complete. If `committed` is
     None, this looks at all steps. `seen` is as in `newest_complete`. Raises OSError.
     """
     last = None

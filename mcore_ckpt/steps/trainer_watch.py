@@ -47,8 +47,8 @@ class TrainerWatch:
             return life
         if claim != self._first.setdefault(role, claim):
             return Life.ALIVE
-        # A touch of the file may come late. So a trainer whose process cannot be seen counts as dead only after the
-        # time of two touches.
+        # A trainer may touch the file late. So a trainer whose process cannot be seen counts as dead only after the
+        # time between two touches has passed twice.
         waited = time.monotonic() - self._began
         return Life.UNKNOWN if waited < 2 * trainer_lock.TRAINER_BEAT_S else Life.DEAD
 

@@ -193,8 +193,8 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
             save that failed (`failure`), and the names of the parts to save (`parts`).
         skips: whether the save is skipped if an earlier one is under way.
 
-    Raises BusyError, which names the first rank on which an earlier save is under way, if `skips` is false; and
-    InvalidArgumentError if parts of two ranks differ only in upper and lower case.
+    Raises BusyError if an earlier save is under way on some rank and `skips` is false; the error names the first such
+    rank. Raises InvalidArgumentError if parts of two ranks differ only in upper and lower case.
     """
     busy = next((rank for rank, record in enumerate(records) if record["busy"]), None)
     if busy is not None and skips:

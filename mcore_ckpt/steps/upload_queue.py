@@ -2,9 +2,9 @@
 
 - Rank 0 alone, with a few threads, sends the files of all ranks. Its speed is limited by one node's network and one
   Python process (some hundred MB/s). But the ranks need not communicate, so a rank that is late, dead or in another
-  state does no harm, and nothing in training depends on the upload. If every node sent its files, each would call
-  `Upload.run` for a part of the files, and rank 0 would wait before `_check_all_there`. This would be worth the effort
-  if uploads took longer than the time between saves.
+  state does no harm, and nothing in training depends on the upload. If every node sent its own files, each node would
+  call `Upload.run` for a part of the files, and rank 0 would wait for all nodes before `_check_all_there`. This would
+  be worth the effort if uploads took longer than the time between saves.
 
 The commit of a checkpoint starts its upload, on a thread that ends when there is no more work. Neither training nor the
 next save waits for the upload. The thread uploads complete steps of the local root that `max_to_keep` would keep. It
@@ -152,7 +152,7 @@ class UploadQueue:
         self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until no upload is under way, and only failed uploads are left in the queue."""
+        """Waits at most `seconds` until no upload is under way. Returns True if none is. Failed uploads may be left."""
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
@@ -168,7 +168,7 @@ class UploadQueue:
         _open.discard(self)
 
     def _upload_if_asked(self) -> None:
-        """Uploads what is missing, unless an earlier call has done so since the last commit."""
+        """Uploads the missing steps, unless an earlier call has done so since the last commit."""
         with self._lock:
             if not self._asked or self._stop.is_set():
                 return
@@ -230,8 +230,8 @@ class UploadQueue:
     def _todo(self, there: list[RemoteStep]) -> list[int]:
         """Returns the steps to upload, the newest first.
 
-        These are the steps that this process has committed, and steps that earlier processes have not uploaded: the
-        complete local steps that were committed after every step of this role in the store.
+        These are the steps that this process has committed, and the steps that earlier processes have not uploaded: the
+        complete local steps that were committed after all steps of this role in the store.
         """
         # Look at the last commit first, and stop at the first step that has all its files.
         ours = sorted((each for each in there if self._role in each.committed), key=lambda each: -each.commit.number)
@@ -299,7 +299,8 @@ class UploadQueue:
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:
-            # The same step may have been committed again meanwhile, which has put a new handle in place of this one.
+            # The same step may have been committed again meanwhile, so that a new handle is in the place of this
+            # handle.
             if self._waiting.get(step) is handle:
                 del self._waiting[step]
 

@@ -21,7 +21,7 @@ from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import Life, life_of, write_owner
 
 # A doctor works for minutes, and keeps making files and folders in its trial folder. A trial folder in which nothing
-# was made for this long (seconds) is a leftover, on whatever host its owner was.
+# was made for this long (seconds) is a leftover, even if its owner is on another host.
 TRIAL_LASTS_S = 24 * 3600.0
 
 

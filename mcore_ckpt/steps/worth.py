@@ -32,7 +32,7 @@ _NAMED = 3
 _PART = (
     "; what is here is one node's part of a checkpoint: put the folders of all nodes together with `mcore-ckpt collect`"
 )
-# How many times to look, at most, at a checkpoint that is replaced or moved during each look.
+# How many times, at most, to look at a checkpoint that is replaced or moved during each look.
 _LOOKS = 3
 
 
@@ -167,8 +167,8 @@ def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None, in_nod
     Args:
         role_dir: the role's folder.
         find_again: returns the role's folder if a save has replaced or moved it during the look.
-        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design. There
-            the result is None if all files that one of the nodes has written are here.
+        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design. In such
+            a folder, the result is None if all files that one of the nodes has written are here.
 
     Raises OSError: a folder cannot be listed because of an error that may be temporary.
     """
