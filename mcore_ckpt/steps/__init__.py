@@ -3,7 +3,7 @@
 Public names, for integrations and commands:
 
 - which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `newest_complete`, `step_status`,
-  `holds_something`, `find_moved_aside`, and whether one may be replaced: `check_own_step`;
+  `holds_something`, `find_moved_aside`, and whether a step may be replaced: `check_own_step`;
 - how large a step is: `StepSize`, `size_of`;
 - their order: `oldest_first`;
 - the files of a checkpoint on a node of the fast tier: `NodeFiles`, `files_of_node`, and a step on all nodes together:

@@ -2,12 +2,13 @@
 
 Only rank 0 uses this module. Rank 0 makes manifests only while it holds the role's lock.
 
-A new number is one more than the largest that rank 0 has seen: in the root and on its node at the start, on other nodes
-at a load, and in its own commits. Lost nodes may come back, and a store may have steps that the root lacks. So a
-training with nodes or a store reserves numbers in `.run.json`, and the next training begins above the reserved numbers.
-(If a training asked the store at each start, a save would have to wait for the store.) A role that commits to a step
-takes the number of the step's other roles, if that number is higher than the role's own last number. If two roles
-choose the same number for two steps at the same time, the higher step counts, so no harm is done.
+A new number is one more than the largest number that rank 0 has seen. Rank 0 sees the numbers in the root and on its
+node at the start, the numbers on other nodes at a load, and the numbers of its own commits. Lost nodes may come back,
+and a store may have steps that the root lacks. So a training with nodes or a store reserves numbers in `.run.json`, and
+the next training begins above the reserved numbers. (If a training asked the store at each start, a save would have to
+wait for the store.) A role that commits to a step takes the number of the step's other roles, if that number is higher
+than the role's own last number. If two roles choose the same number for two steps at the same time, the higher step
+counts, so no harm is done.
 
 A load also notes the numbers that the step's other roles have committed after the loaded step. The training gives these
 commits up, so none of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a

@@ -27,8 +27,7 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
     """Adds metrics to a committed step, durably. Any process may call it, also while trainers run.
 
     A metric that the step already has gets the new value; NaN or infinity removes a value that was set earlier in this
-    way. If two processes set metrics of one step at the same moment, the later process may undo the change of the
-    earlier one.
+    way. If two processes set metrics of one step at the same moment, one process may undo the change of the other.
 
     Args:
         root: the folder of the steps.

@@ -148,8 +148,8 @@ class NewStep:
     def publish(self) -> None:
         """Puts all opened roles in place, and moves the tracker. Each opened role must have its manifest.
 
-        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read the
-        step or has taken the locks over, CommitError if the root is another folder by now, and OSError.
+        Raises InvalidArgumentError if the step has been pinned meanwhile. Raises LockedError if somebody has begun to
+        read the step or has taken the locks over. Raises CommitError if the root is another folder by now, and OSError.
         """
         self._check()
         with self._unread():

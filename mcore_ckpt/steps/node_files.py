@@ -22,7 +22,7 @@ class NodeFiles:
         here: the files that are here, in their full size.
         elsewhere: the other files, each with the names of the nodes that have it or will get it.
         nodes: how many nodes have written files of the checkpoint.
-        whole_nodes: the number of these nodes whose files are all here.
+        whole_nodes: how many of these nodes have all their files here.
     """
 
     here: tuple[FileRecord, ...]

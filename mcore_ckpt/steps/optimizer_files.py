@@ -5,9 +5,9 @@ folder gets a hidden name, and its files are removed. So a crash at any moment l
 its manifest, and perhaps files that no manifest lists. The next start of a trainer or `prune` removes the unlisted
 files.
 
-The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name this `attempt` as their parent,
-and the copy in a remote store, which keeps the optimizer, still counts as a copy of the checkpoint. `dropped` in the
-manifest distinguishes the checkpoint from its copy.
+The checkpoint keeps its `attempt`, because it is the same save. Later checkpoints name this `attempt` as their parent.
+The copy in a remote store keeps its optimizer, and still counts as a copy of the checkpoint. `dropped` in the manifest
+distinguishes the checkpoint from this copy.
 
 A save may put a new checkpoint into the place of the role's folder at any moment. So this module opens the folder once
 and renames manifest and optimizer in the opened folder, and it removes files only below a name that no other folder

@@ -260,8 +260,8 @@ class OtherRunError(RemoteError):
 def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
     """Returns the run that an unclaimed store with these checkpoints belongs to.
 
-    Steps that a run has inherited can be in the stores of two runs. So they count only if a step of the run itself is
-    there, too.
+    Steps that a run has inherited can be in the stores of two runs. So these steps count only if the store also has a
+    step of the run itself.
     """
     is_own = any(head.run and head.run.id == own.run.id for head in there)
     ours = Ownership(own if is_own else RootRun(own.run))
@@ -269,7 +269,7 @@ def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
 
 
 def _order(role: RemoteRole) -> tuple[int, str, str]:
-    # A clock decides only between checkpoints without numbers.
+    # A clock decides only between checkpoints that have no commit numbers.
     return role.number, role.created, role.attempt
 
 

@@ -120,8 +120,8 @@ def judge(
 
     Returns one decision for each step, in the same order.
 
-    A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
-    damaged, has a newer format, or was copied from another step.
+    A step that is not understood stays. Such a step has no manifest of this package, or its manifest is damaged, has a
+    newer format, or was copied from another step.
 
     Only steps that have all their files count. So `judge` looks at the files of the newest steps, until enough of them
     are whole, and not at the files of older steps. If a step would count but lacks files, it stays, because it may be a

@@ -17,8 +17,8 @@ run, with the copied steps as its own. See docs/architecture.md.
   the run from which that run came. Once retention has deleted all steps of a run in this chain, nothing names the runs
   before it.
 - New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved these steps,
-  the new root takes them over, and a warning names their run, because the earlier root may only have been moved. At
-  another path, taking the steps over would be a guess: a new training that names the store of an old training by
+  the new root takes them over, and a warning names their run, because the earlier root may only have been moved. A root
+  at another path does not take the steps over, because a new training that names the store of an old training by
   mistake looks just the same. To continue the old training there, copy the store's `.run.json`.
 - The first upload to a store claims the store, by writing a copy of `.run.json` into it. If two runs claim a store at
   once, both read the file back, and the second run stops. The uploads of the second run until then have its id, so the
@@ -258,9 +258,9 @@ def _new(
 def _new_id(path: Path, root: str) -> str:
     """Returns the id of a run that replaces the run in a file, or of the first run if there is no file.
 
-    The roles of a copied root may begin at once in several programs. Each program replaces the copied file, and all of
-    them use the same id, because the id follows from the root's path and from the inode and the change time of the
-    copied file. No other copy of the root has the same id.
+    The roles of a copied root may begin at once in several programs. Each program replaces the copied file. The id
+    follows from the root's path and from the inode and the change time of the copied file, so all these programs use
+    the same id, and no other copy has it.
     """
     try:
         stat = path.stat()

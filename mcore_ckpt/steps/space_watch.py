@@ -12,10 +12,10 @@ The need of a save is the sum of all files in whole blocks, with folders, owner 
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
 tokenizer's files are not known yet. The system's superuser may use reserved blocks and exceed quotas, as the kernel
 allows; soft quotas count when their grace period is over. The only signs of a deletion on another host are the name of
-the step and the growth of the space that was short. After a wait for deletions the save looks at its trainer lock once
-more, and takes the lock if the disk had been too full for the lock's file. Before a refusal, the check looks for old
-steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that, the
-error names only the command that lists them.
+the step and the growth of the space that was short. After a wait for deletions, the save checks its trainer lock once
+more. It takes the lock then if the disk had been too full for the lock's file. Before a refusal, the check looks for
+old steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that,
+the error names only the command that lists them.
 """
 
 from __future__ import annotations

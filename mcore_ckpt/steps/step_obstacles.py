@@ -37,7 +37,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 def _is_protected(folder: Path) -> bool:
     """True if the files in a folder cannot be removed.
 
-    Hiding such files by a rename would not help, because they would still take space.
+    Hiding such files by a rename would not help, because the files would still take space.
     """
     # The system call filter of an old container makes every `access` call fail, even this one. In that case, only an
     # attempt to remove the files shows whether they can be removed.

@@ -2,8 +2,8 @@
 
 The lock is a file that names the process that saves (rank 0). That process touches the file at regular intervals.
 Another trainer takes the lock over if it knows that the process is dead, or if it has watched the file for
-TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
-this time with its own monotonic clock, so the clocks of two hosts are never compared.
+TRAINER_LEASE_S seconds without seeing a change (TORN_LEASE_S seconds if the file is damaged). The other trainer
+measures this time with its own monotonic clock, so the clocks of two hosts are never compared.
 
 With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back looks
 at the file right before it would put a checkpoint in place, and finds a larger number there than its own.
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 # The seconds between two looks of a trainer at the lock file, while it waits for the holder's sign of life.
 _LOOK_S = 0.5
 
-# The seconds after which a trainer touches its lock file again, and the seconds for which another trainer watches an
-# untouched file before it takes the lock over. The two numbers are far apart, because the thread that touches the file
-# can be delayed, and because network file systems cache a file's times.
+# BEAT: the seconds after which a trainer touches its lock file again. LEASE: the seconds for which another trainer
+# watches an untouched file before it takes the lock over. The two numbers are far apart, because the thread that
+# touches the file can be delayed, and because network file systems cache a file's times.
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 

@@ -189,8 +189,8 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
 
     Args:
         topic: what is being saved, for messages.
-        records: what the ranks have submitted: whether an earlier save is under way (`busy`), the error of an earlier
-            save that failed (`failure`), and the names of the parts to save (`parts`).
+        records: what each rank has submitted: `busy` says whether an earlier save is under way, `failure` is the error
+            of an earlier save that failed, and `parts` has the names of the parts to save.
         skips: whether the save is skipped if an earlier one is under way.
 
     Raises BusyError if an earlier save is under way on some rank and `skips` is false; the error names the first such

@@ -95,7 +95,7 @@ def is_dead_trial(trial: Path, by_age: bool) -> bool:
 
 def _age_s(trial: Path) -> float:
     """Returns how long ago something was made in a trial folder, in seconds; 0 if that cannot be found out."""
-    # The file system's own clock has set the folder's time, so only a new folder shows the present time of that clock.
+    # The clock of the file system has set the folder's time, so only a new folder shows the present time of that clock.
     # If this process dies here, the new folder is an empty trial folder, which is removed like any other.
     now = file_names.trial_dir(trial.parent, uuid.uuid4().hex)
     try:

@@ -1,7 +1,7 @@
 """Determines what a step is worth: whole, only claimed by its manifests, or partial.
 
 A manifest is written last, so a step that has all manifests was whole once. Only a look at its files shows whether the
-step still is whole: an interrupted copy may have the manifest but not yet the files in subfolders, and an interrupted
+step still is whole: an interrupted copy may lack the files in subfolders but have the manifest, and an interrupted
 deletion may leave the manifest. All code that loads, deletes, uploads or shows steps uses this module, for steps below
 a root, on nodes and in a store.
 
