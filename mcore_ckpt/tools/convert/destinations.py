@@ -61,7 +61,7 @@ class Destination(Protocol):
 
 
 class NewFolder:
-    """A folder as a destination. A writer's name is the path of the writer's folder in this folder."""
+    """A folder as a destination. A writer's name is the path of the writer's folder, relative to this folder."""
 
     def __init__(self, path: Path, replaceable: Replaceable) -> None:
         self.path = path

@@ -75,7 +75,7 @@ class DifferentTensor:
 
 @dataclass(frozen=True)
 class RoleDiff:
-    """What differs between two roles.
+    """The differences between two roles.
 
     Attributes:
         left, right: the role's folder in A and in B.
@@ -126,8 +126,8 @@ def diff(
     Memory use does not grow with the size of the checkpoints.
 
     Args:
-        left: A: the folder of a role, of a step, or of all steps (the newest complete one), or what `select` returns.
-        right: B: as for A. If A and B each have only one role, these roles may have different names.
+        left: A: the folder of a role, of a step, or of all steps (the newest complete one), or a selection by `select`.
+        right: B, given in the same way. If A and B each have only one role, these roles may have different names.
         ignored: regular expressions. A tensor is not compared if its whole name matches one of them.
 
     Raises:
@@ -210,7 +210,7 @@ class _RolePair:
 
 
 def _badness(tensor: DifferentTensor) -> tuple[bool, float, int, str]:
-    """Returns a key that sorts tensors that could not be compared first, then the others by falling differences."""
+    """Returns a sort key: tensors that could not be compared come first, then the others, largest difference first."""
     return bool(tensor.numel), -tensor.max_abs, -tensor.differing, natural_order(tensor.name)
 
 

@@ -1,4 +1,4 @@
-"""Gathers the content of the page about a checkpoint: `mcore-ckpt inspect --html`.
+"""Gathers the content of the page that `mcore-ckpt inspect --html` writes about a checkpoint.
 
 No bytes of tensors are read, except for the diff that an `Overview` may contain.
 
@@ -6,9 +6,9 @@ The result keeps the numbers of all shards in columns, because a checkpoint has 
 
 `cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
 `page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
-they are looked at; a test compares both for every shard. Names in a checkpoint may be hostile. The page stores them
-compressed and in base 64, so a name cannot end the HTML element that contains it; scripts put names into text nodes
-only; and a policy in the page's head forbids all other scripts.
+they are looked at; a test compares both computations for every shard. Names in a checkpoint may be hostile. The page
+stores them compressed and in base 64, so a name cannot end the HTML element that contains it; scripts put names into
+text nodes only; and a policy in the page's head forbids all other scripts.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Overview:
 
 
 def overview_of_role(role_dir: Path, progress: Progress = no_progress) -> RoleOverview:
-    """Reads the manifest and all indexes of a role's checkpoint. `progress` is told the bytes of the indexes.
+    """Reads the manifest and all indexes of a role's checkpoint. `progress` counts the bytes of the indexes.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.

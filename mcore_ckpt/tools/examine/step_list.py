@@ -46,13 +46,13 @@ class ListedStep:
             have all files.
         created: when the step was saved (ISO 8601, UTC); empty if no role is committed.
         places: where the step is complete: "local", "remote" or both. An incomplete step below the root has "local".
-        of_nodes: for a partial step, the files that are here, of the role that lacks most files.
+        of_nodes: for a partial step, which files are here; of several roles, the one that lacks the most files counts.
         saves: the saves of this step that have not committed. Saves of a complete step are looked for only if the step
             is the newest, or if the list has only the last few steps.
         abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an
             earlier step, or has started anew.
         commit, run: the step's commit number, and the id of its run; None if the manifests do not have them.
-        parent: the step of another run with which the step's run began; None if the run began without one.
+        parent: the step of another run with which this step's run began; None if the run is not a fork.
         metrics: the step's metrics, by name.
         dropped: the contents that retention has removed from one of its roles, such as "optimizer".
     """

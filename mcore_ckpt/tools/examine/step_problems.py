@@ -1,8 +1,8 @@
 """Finds problems of whole steps and of the tracker, even while trainers save there.
 
 A single look can find a step that lacks a role because the role's commit is still to come, a tracker that is about to
-be updated, or half of a step that retention is deleting. A moment later all of that is in order. So a problem must also
-show in later looks, and there must be no living trainer that could be about to mend it.
+be updated, or half of a step that retention is deleting. A moment later, all of these are in order. So a
+fault counts as a problem only if later looks show it again, and if no living trainer could be about to mend it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Suspects:
 
 
 class StepProblems:
-    """Looks at steps when it is made, and again in `settle`. `statuses` are the steps at the first look.
+    """Looks at steps in the constructor, and again in `settle`. `statuses` are the steps at the first look.
 
     Args:
         path: the folder of one step, or of all steps.
@@ -107,7 +107,7 @@ class StepProblems:
         return self._suspects
 
     def _sorted(self, suspects: _Suspects, lives: Mapping[str, Life]) -> tuple[list[str], list[str], list[str]]:
-        """Sorts suspects into problems, saves under way, and undecided ones."""
+        """Sorts suspects into problems, saves under way, and undecided suspects."""
         by_life: dict[Life, list[str]] = {life: [] for life in Life}
         if suspects.steps:
             newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))

@@ -34,7 +34,7 @@ from mcore_ckpt.steps.running_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.tools.examine.step_list import ListedStep, step_list_of
 
-# How many files of a save a look opens. If a save has more files, these files stand for all.
+# A look opens at most this many files of a save. If a save has more files, the opened files stand for all.
 _MOST_FILES = 128
 # The seconds over which the speed is measured.
 _WINDOW_S = 10.0
@@ -95,8 +95,8 @@ class Change:
 
     `progress` is None if the change is not about a save.
 
-    `what` is "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
-    (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
+    `what` is "there" (a step of the first look), "saving", "written" (another tenth of a save), "committed" (a role),
+    "complete" (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
     """
 
     what: Literal["there", "saving", "written", "committed", "complete", "died", "ended", "deleted"]
@@ -162,7 +162,7 @@ class _Meter:
             # A file may be a little longer than in the previous checkpoint, so count at most its previous size.
             least = sum(map(min, sizes, (size for _, size in self._sample)))
             return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
-        # There is no previous checkpoint, or it has other files, because the layout was another.
+        # There is no previous checkpoint, or it has other files, because its layout was different.
         return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
 
 

@@ -1,12 +1,12 @@
-"""Makes a fork: a new folder of steps that begins with a copy of one step, as a run of its own.
+"""Makes a fork: a new run in a new folder of steps that begins with a copy of one step.
 
-The run's parent is the step, and the copy is the first commit of the run. So a training that is started with the new
-folder goes on from the step, and its saves and its retention cannot change the old folder.
+The copied step is the parent of the new run, and the copy is the run's first commit. So a training that is started with
+the new folder goes on from the step, and its saves and its retention cannot change the old folder.
 
-This package never changes a file of a checkpoint (a save writes new files and renames them), so the copy shares these
-files as hard links if the file system allows it. The files of other programs and of parts are copied, because other
-programs and the trainer's own code may write to them. Metrics that were set after the save are put into the new
-manifest.
+This package never changes a file of a checkpoint (a save writes new files and renames them), so the copy shares the
+checkpoint's files as hard links if the file system allows hard links. The files of other programs and of parts are
+copied, because other programs and the trainer's own code may write to them. Metrics that were set after the save
+are put into the new manifest.
 
 `.run.json` is written last, because the manifests already name the run. If the process dies before the first rename, it
 leaves a staging folder, which the next call or the next trainer removes. If it dies between the renames of two roles,
@@ -42,7 +42,7 @@ from mcore_ckpt.tools.examine.progress import Progress, summed
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.maintain.copies import Count, copy_all
 
-# How many damages a message lists.
+# A message lists at most this many damages.
 _NAMED = 3
 
 
@@ -97,15 +97,15 @@ def branch(
     test: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> BranchReport:
-    """Begins a new folder of steps with a copy of one complete step, with all its roles, as a run of its own.
+    """Begins a new run in a new folder of steps, with a copy of one complete step and all its roles.
 
     During the call, no trainer can save below `new_root`, and retention does not delete the step.
 
     Args:
         root: the folder of steps that has the step. It is not changed.
         step: the step to copy.
-        new_root: the new folder of steps. It may exist, but it must not have steps or a run, except those of an
-            interrupted call for the same checkpoints.
+        new_root: the new folder of steps. It may exist, but it must not have steps or a run, unless an interrupted
+            call made them from the same checkpoints.
         test: True to read all files first and check their CRCs. Otherwise only the files' sizes are checked.
         progress: called, on several threads, with the number of bytes done so far and the number of all bytes.
 
@@ -246,9 +246,9 @@ def _sizes(path: Path) -> list[int]:
 
 
 def _put(source: Path, staging: Path, shares: bool, file: FileRecord, count: Count) -> bool:
-    """Puts one file in place, durably except for the names of its folders. Returns True for a hard link.
+    """Puts one file in place. Makes its bytes durable, but not its name. Returns True for a hard link.
 
-    `shares` says whether both folders are on one file system. A part's file is cloned or copied, not linked, because
+    `shares` is True if both folders are on one file system. A part's file is cloned or copied, not linked, because
     the trainer's code may write to it.
     """
     # `os.link` would link a symbolic link itself, not its target.

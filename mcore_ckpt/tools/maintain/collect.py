@@ -80,7 +80,7 @@ class FoundStep:
 class CollectedRole:
     """The report of one role: its new folder, and the number and size of its files.
 
-    `damaged` are the errors because of which files were not taken from the first folder that has them.
+    `damaged` has one error for each copy of a file that could not be used. The file was then taken from another folder.
     """
 
     role: str

@@ -25,8 +25,8 @@ def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count
 
     Args:
         items: the files to copy.
-        copy: a function that copies one file. It must call its second argument with the number of bytes each time that
-            it has copied some bytes.
+        copy: a function that copies one file. Each time that it has copied some bytes, it must call its second
+            argument with their number.
         count: a function that is called with these numbers, on several threads.
     """
     is_stopped = threading.Event()

@@ -116,7 +116,7 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
-    """Returns what a decision means if only one role is pruned; for `None`, the unchanged decision.
+    """Returns the decision with its effects limited to one role; for `None`, the unchanged decision.
 
     A step without the role stays, and no other role loses its optimizer.
     """
@@ -137,7 +137,7 @@ def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedF
 
 
 def _without_optimizer(pruned: PrunedFolder, decision: RetentionDecision[StepStatus], dry_run: bool) -> PrunedFolder:
-    """Removes optimizers of a step or, in a dry run, checks whether it could. Returns the entry for the report."""
+    """Removes optimizers of a step or, in a dry run, checks whether it can. Returns the entry for the report."""
     status, roles = decision.status, decision.loses
     nbytes = sum(_nbytes(status.role_dir(role) / file_names.OPTIMIZER_DIR) for role in roles)
     try:

@@ -1,4 +1,4 @@
-"""Converts a checkpoint of this package for megatron's `dist_checkpointing.load`, so that other trainers go on from it.
+"""Converts a checkpoint of this package for megatron's `dist_checkpointing.load`, for other trainers to resume from.
 
 One checkpoint fits all three of megatron's optimizer classes (`shared_state.py`, `tensors.py`). Megatron loads a chain
 of two optimizers (dense and expert) only into a chain of two, even from megatron's own checkpoints. A step that

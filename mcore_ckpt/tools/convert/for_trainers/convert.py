@@ -62,7 +62,7 @@ def convert_for_trainer(
     Args:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).
         root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder of
-            steps that has `source`.
+            steps that contains `source`.
         layout: the trainer that will go on from the step.
         agreement: connects this process with the other processes that share the work.
         step: the step to take from a folder of all steps; None for the newest.
@@ -93,7 +93,7 @@ def convert_for_trainer(
 
 
 def _select(agreement: Agreement, source: Path, step: int | None, role: str | None) -> Selection:
-    """Selects the roles on rank 0 for all processes, which could see different steps if a trainer commits meanwhile."""
+    """Lets rank 0 select the roles for all processes: each could see another step if a trainer commits meanwhile."""
 
     def combine(_: Sequence[Record]) -> Record:
         found = select(source, step)

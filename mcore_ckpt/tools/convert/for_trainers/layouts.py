@@ -274,7 +274,7 @@ def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
 
 
 def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
-    """Returns the plan with a critic's head under mbridge's name for it (0.15)."""
+    """Returns the plan, with a critic's value head under the name that mbridge (0.15) uses."""
 
     def renamed(tensor: FileTensor) -> FileTensor:
         is_head = tensor.name == "score.weight"
@@ -300,8 +300,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Returns the notes: what the other trainer does not get, and what to do about it.
 
-    `converted` are the keys of extra_state that are converted. `without_rng` is the option with which the other trainer
-    loads no random states.
+    `converted` are the keys of extra_state that are converted. `without_rng` is the option that tells the other trainer
+    to load no random states.
     """
     sizes = reader.manifest.topology
     notes = [left_out(reader, converted), parts_left_out(reader)]
@@ -323,7 +323,7 @@ def _notes(
     if _has_halves(reader):
         notes.append("the main parameters were stored as remainders: start without store_param_remainders")
     if shared.was_offloaded:
-        # `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
+        # In such a load, megatron's `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
         notes.append(
             "the optimizer was offloaded to the host, but megatron cannot load the converted state into an offloaded "
             "optimizer: start without optimizer_cpu_offload"

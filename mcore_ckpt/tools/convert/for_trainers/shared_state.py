@@ -52,7 +52,8 @@ _CHECKPOINT_VERSION = 3.0
 _NOT_LOADED = {"SGD", "FusedSGD"}
 # This field of a param group is True if its parameters belong to experts that have separate process groups.
 _EXPERT_FIELD = "is_expert_parallel"
-# Megatron finds a param group again by these fields and by the marks (`param_group_identifier_keys`, 0.16 to 0.18).
+# Megatron matches saved param groups with the run's by these fields and by the fields that `marks` returns
+# (`param_group_identifier_keys`, 0.16 to 0.18).
 _IDENTIFIERS = ("wd_mult", "lr_mult")
 # These fields show which optimizer a param group belongs to: torch's optimizers have the first field, FusedAdam has
 # the second. Groups with neither belong to HybridDeviceOptimizer, because its fields are not saved (`own_fields`).
@@ -96,8 +97,8 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     adams = (each for each in common["optimizers"] if each["kind"] == "Adam")
     groups = (group for each in adams for group in each["param_groups"])
     was_offloaded = any(not {_TORCHS_FIELD, _FUSED_FIELD} & {*group} for group in groups)
-    # For a chain of one optimizer, `ChainedOptimizer.load_state_dict` expects that optimizer's state, not a dict by
-    # number.
+    # For a chain of one optimizer, `ChainedOptimizer.load_state_dict` expects that optimizer's state, not a dict of
+    # states by number.
     optimizer = parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return SharedState(optimizer, saved_scheduler(common), was_offloaded, _mixed_fields(saved))
 
@@ -172,7 +173,7 @@ def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], ha
     called only if our `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
 
     Raises CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM compares
-    with those of the run.
+    with the run's arguments.
     """
     loop = read_loop_state(reader)
     manifest, sizes = reader.manifest, reader.manifest.topology

@@ -1,7 +1,7 @@
-"""Plans the keys of megatron under which the tensors of a native checkpoint are written, and reads the tensors.
+"""Plans megatron's keys for the tensors of a native checkpoint, and reads the tensors.
 
-Megatron stores each tensor of the model under a key, and each kind of its optimizer state, in the shape of that tensor,
-under `optimizer.state.<kind>.<key>` (megatron-core 0.16 to 0.19):
+Megatron-core 0.16 to 0.19 stores each tensor of the model under a key. It stores each kind of the tensor's optimizer
+state under `optimizer.state.<kind>.<key>`, in the same shape:
 
 - `DistributedOptimizer.sharded_param_state_fully_reshardable` calls the main parameter `param`.
 - `Float16OptimizerWithFloat16Params.sharded_state_dict` calls the main parameter `fp32_param`.

@@ -26,10 +26,11 @@ FLOCK_BETWEEN = f"{FLOCK} between hosts"
 EXCLUSIVE_BETWEEN = "exclusive creation between hosts"
 CLOCKS = "clocks"
 
-# How long a rank looks for another rank's file. On a network file system, the file may appear only after some seconds.
+# How many seconds a rank looks for another rank's file. On a network file system, the file may appear only after a few
+# seconds.
 _LOOK_S = 10.0
 _PAUSE_S = 0.02
-# If a file appears later than this, a finding reports the delay.
+# If a file appears after more seconds than this, a finding reports the delay.
 _LATE_S = 1.0
 
 
@@ -44,7 +45,8 @@ class View:
 def look(agreement: Agreement, trial: Path) -> View:
     """Every rank looks for rank 0's file, and rank 0 looks for every rank's file.
 
-    Each file contains a random word, so that a file of the same name on another file system is not taken for it.
+    Each file contains a random word, so that no rank takes a file of the same name on another file system for the file
+    that the rank looks for.
     """
     word = uuid.uuid4().hex
 
@@ -215,8 +217,8 @@ def _of_winners(winners: Sequence[int]) -> Finding:
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
     """Compares the clocks of the hosts with rank 0's clock.
 
-    The `leaders`, one rank of each host, read their clocks between two readings of rank 0's clock. The error is half
-    the time between these two readings.
+    The `leaders`, one rank of each host, read their clocks between two readings of rank 0's clock. The clocks are
+    compared with an error of at most half the time between these two readings.
     """
     if len(leaders) < 2:
         return []

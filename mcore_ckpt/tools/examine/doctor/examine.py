@@ -1,7 +1,7 @@
 """Examines a root: one process alone, or all ranks of a job together.
 
-All ranks look at each other's files. One rank of each host tries the file system, because its abilities depend on how
-the host has mounted it. Rank 0 collects all findings.
+All ranks look at each other's files. One rank of each host tries the file system, because the abilities of a file
+system depend on how the host has mounted it. Rank 0 collects all findings.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Examination:
             self._together += between_hosts.compare_clocks(self._agreement, told["leaders"])
 
     def give_up(self, error: CheckpointError) -> None:
-        """Examines the root alone, if this rank has not examined it. Adds the finding that the ranks did not finish."""
+        """Examines the root alone, unless this rank has done so. Adds the finding that the ranks did not finish."""
         if self._own is None:
             with ExitStack() as stack:
                 self._open_trial(stack)
@@ -156,7 +156,7 @@ class _Examination:
         return [fine(RANKS, f"{len(self._seats)} ranks, {text}")]
 
     def _meet(self) -> Record:
-        """Tells all ranks the name of rank 0's trial folder, and the ranks that try the file system for their hosts."""
+        """Tells all ranks the name of rank 0's trial folder, and which ranks try the file system for their hosts."""
 
         def work() -> Record:
             return {

@@ -20,7 +20,7 @@ FREE_SPACE = "free room"  # scripts of users look for this name
 class FreeSpace:
     """The free space below a root. `step` is the newest complete step; None if there is none.
 
-    A save of the same size as this step takes `taken` of the space, and `passing` more bytes until the save is
+    A save of the same size as this step takes the amount `taken` for good, and `passing` more bytes until the save is
     committed.
     """
 

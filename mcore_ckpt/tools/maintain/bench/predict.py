@@ -1,9 +1,9 @@
 """Predicts how long saves and loads take, from the measured speeds and the size of the saves.
 
 The prediction follows the phases of `save/save.py`; docs/bench.md has a table of its formulas. The ranks of a node
-share the node's memory and disk, so the sum of their bytes counts. If the state is on a GPU, each rank copies over a
-separate bus, and writing overlaps with copying, so the slower of the two counts. Then a first save also waits until
-host memory is pinned.
+share the node's memory and disk, so the sum of the ranks' bytes counts. If the state is on a GPU, each rank copies over
+a separate bus, writing overlaps with copying, and the slower of the two counts. With a GPU, the first save also waits
+until host memory is pinned.
 
 The times of opening, of the commit, and of writing an almost empty save are measured directly. The time of planning,
 and the time that further ranks and tensors add to a commit, are constants from other measurements.
@@ -22,8 +22,8 @@ from mcore_ckpt.tools.maintain.bench.speeds import Speeds
 OPEN, PLAN, COPY, PIN = "opening", "planning", "copying", "pinning"
 WRITE, WRITE_IN_PLACE, COMMIT, READ = "writing", "writing in place", "committing", "reading"
 
-# The time of the work that a trial save leaves out: reading the trainer's objects, and comparing their tensors with the
-# last plan. Measured: 3.0 ms for 60 tensors (2026-11-24), and 16.5 ms for 10,000 tensors, including the opening
+# The seconds of the work that a trial save leaves out: reading the trainer's objects, and comparing their tensors with
+# the last plan. Measured: 3.0 ms for 60 tensors (2026-11-24), and 16.5 ms for 10,000 tensors, including the opening
 # (docs/benchmarks.md, "Small tensors").
 PLAN_S = 3e-3
 PLAN_S_PER_TENSOR = 1.25e-6
@@ -37,6 +37,7 @@ _ALIKE = 0.7
 _NEITHER = "neither the file system nor the processors are the limit"
 
 # The thread that prepares host memory pauses after each piece for as long as the piece took (io/host_memory.py).
+# So it takes this many times longer than without pauses.
 _PREPARATION_TAKES = 2
 
 

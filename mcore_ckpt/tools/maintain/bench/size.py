@@ -20,7 +20,7 @@ from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, r
 MODEL_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """The bytes of a model parameter, by the dtype of the training."""
 
-# The bytes of an element of a main parameter or a moment.
+# The size of one element of a main parameter or of a moment, in bytes.
 _OPTIMIZER_BYTES = 4
 # The number of moments, for optimizers that keep the same moments for every parameter.
 _MOMENTS = {kind.name.lower(): len(kind.moments) for kind in KINDS if kind.name in ("Adam", "SGD", "Lion", "Muon")}
@@ -63,7 +63,7 @@ class Training:
 
     @property
     def model_bytes(self) -> int:
-        """The bytes of a parameter in the model's files."""
+        """How many bytes one parameter takes in the model's files."""
         return MODEL_BYTES[self.dtype] if "model" in self.contents else 0
 
     @property
@@ -76,7 +76,7 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> int:
-        """The bytes of a parameter in the optimizer's files."""
+        """How many bytes the state of one parameter takes in the optimizer's files."""
         return self.optimizer_tensors * _OPTIMIZER_BYTES
 
 

@@ -96,7 +96,8 @@ class _Rank:
 class TrialSaves:
     """Saves the same random bytes again and again, each time as a new step, and deletes each step afterwards.
 
-    `nbytes` is the size of the tensors of all ranks together. `root` is made here, and the caller must remove it.
+    `nbytes` is the size of the tensors of all ranks together. This class makes the folder `root`; the caller must
+    remove it.
 
     Raises MemoryError: there is not enough memory for the tensors.
 
