@@ -176,7 +176,7 @@ class MergeJob:
 def merge(request: MergeRequest, progress: Progress = no_progress, agreement: Agreement | None = None) -> MergeReport:
     """Merges a checkpoint into the folder of a HuggingFace model.
 
-    It checks as much as it can before it writes a byte. The folder appears when all files in it are written and
+    A merge checks as much as it can before it writes a byte. The folder appears when all files in it are written and
     durable. Memory use does not grow with the size of the model.
 
     Args:

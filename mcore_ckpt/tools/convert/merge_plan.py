@@ -46,7 +46,7 @@ def plan_model(options: ExportOptions, source: OpenCheckpoint, alpha: float | No
 def plan_copies(
     options: ExportOptions, model: HfModel, copied: Sequence[HfTensor], tensors: Mapping[str, TensorInfo]
 ) -> ExportPlan:
-    """Plans the files of tensors that have HuggingFace's names already in the source. Raises as `plan_tensors`."""
+    """Plans the files of tensors that already have HuggingFace's names. Raises the same errors as `plan_tensors`."""
     first_mtp = hf_mtp_prefix(model)
     has_mtp = any(tensor.name.startswith(first_mtp) for tensor in copied)
     return plan_tensors(copied, tensors, has_mtp=has_mtp, **options)

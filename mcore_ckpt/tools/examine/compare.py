@@ -143,7 +143,7 @@ def open_folder(name: str | Path) -> Weights:
 
 
 def _config(folder: Path) -> HfConfig:
-    """Returns the folder's config. Without it, returns an empty config, with which plain weights can be compared."""
+    """Returns the folder's config; if there is none, an empty config, which suffices to compare plain weights."""
     try:
         return read_config(folder)
     except CheckpointNotFoundError:

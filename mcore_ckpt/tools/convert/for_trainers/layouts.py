@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def trackers(self) -> dict[str, bytes]:
-        """The trackers, which are next to the step's folder: the bytes of each file, by its name."""
+        """The bytes of each tracker, by file name. Trackers are next to the step's folder."""
         own = () if self.own_tracker is None else (self.own_tracker,)
         return dict((*own, (file_names.TRACKER_FILE, str(self.step).encode())))
 

@@ -68,8 +68,8 @@ def reshard(
 ) -> ReshardReport:
     """Rewrites a step into another folder of steps, under another layout.
 
-    It checks as much as it can before it writes a byte. During the reshard, no trainer can save below `root`. If the
-    CRC of a block is wrong, the reshard stops and removes what it has written.
+    A reshard checks as much as it can before it writes a byte. During the reshard, no trainer can save below `root`. If
+    the CRC of a block is wrong, the reshard stops and removes what it has written.
 
     Args:
         selection: the checkpoints to rewrite, from `select`.

@@ -1,4 +1,4 @@
-"""Finds out how much space is free below a root, and for how many saves. A save is refused by the same rules."""
+"""Finds out how much space is free below a root, and how many saves fit. Saves are refused by the same rules."""
 
 from __future__ import annotations
 

@@ -221,7 +221,10 @@ def _planned_tensors(training: Training, stage: _Stage, replicas: int) -> int:
 
 
 def _most_of_a_node(by_stage: Sequence[int], in_stage: int, per_node: int) -> int:
-    """Returns the largest sum over a node's ranks, which are consecutive. Megatron numbers ranks stage by stage."""
+    """Returns the largest sum of bytes over the ranks of one node. `by_stage` has the bytes of one rank of each stage.
+
+    The ranks of a node are consecutive, and Megatron numbers ranks stage by stage.
+    """
     ranks = in_stage * len(by_stage)
     nodes = (range(first, min(first + per_node, ranks)) for first in range(0, ranks, per_node))
     return max(sum(by_stage[rank // in_stage] for rank in node) for node in nodes)

@@ -51,7 +51,7 @@ class Speeds:
     Speeds are in bytes per second, of all ranks of the node together unless stated otherwise.
 
     Attributes:
-        copies: copying in host memory, to memory whose pages exist: (bytes, bytes per second), the smaller size first.
+        copies: copying to host memory whose pages exist, as pairs (bytes, bytes per second), the smaller size first.
         fetch_bytes_per_s: the speed at which one thread gets new pages of host memory.
         write_bytes_per_s: writing from images, checksums included.
         write_in_place_bytes_per_s: writing from the tensors, including checksums and a copy through the processor's
