@@ -40,9 +40,9 @@ class FastTier:
     `durable_every`-th step is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
 
     Attributes:
-        folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. Below
-            `/dev/shm` it is memory, which outlives the processes, but not the node. On a local disk it also outlives a
-            restart of the node. A folder that another user has made or can write to is refused.
+        folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. A
+            folder below `/dev/shm` is in memory: it outlives the processes, but not the node. A folder on a local disk
+            also outlives a restart of the node. A folder that another user has made or can write to is refused.
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
             step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to it.
         keep: how many steps each node keeps.
@@ -140,10 +140,10 @@ class CheckpointConfig:
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
             warns if they differ. The trainer waits for this. If not, each save compares small parts of a few tensors,
             different ones each time, at no measurable cost.
-        load_replicas: how ranks load tensors that are the same on several ranks: those of the model, which data and
-            context parallelism replicate, and those of an optimizer that is not distributed. "read": each rank reads
-            them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the network is
-            faster than the file system.
+        load_replicas: how ranks load tensors that are the same on several ranks: the tensors of the model, which data
+            and context parallelism replicate, and the tensors of an optimizer that is not distributed. "read": each
+            rank reads them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the
+            network is faster than the file system.
         max_host_bytes: the largest number of bytes of host memory that this rank uses for copies of its state. None: no
             limit.
         max_to_keep: how many complete steps to keep on disk, including steps that were saved before a restart. None:
@@ -151,9 +151,9 @@ class CheckpointConfig:
             deleted.
         keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
         keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
-            smallest. Several such rules may be given as a list, and each also as a text, "reward:3:max". `save` gets
-            the metrics. Of steps with equal values, the one committed last counts as the best. A step without the
-            metric and an abandoned step never count. Requires max_to_keep.
+            three steps with the smallest. Several such rules may be given as a list. Each rule may also be a text,
+            "reward:3:max". `save` gets the metrics. Of steps with equal values, the step that was committed last counts
+            as the best. A step without the metric and an abandoned step never count. Requires max_to_keep.
         keep_for: complete steps that were saved less than this many seconds ago are also kept. Requires max_to_keep.
         optimizer_for_last: how many of the newest complete steps keep their optimizer. Older steps that are kept lose
             the optimizer's files after each commit, unless they are pinned; their weights and their extra state stay
@@ -168,7 +168,7 @@ class CheckpointConfig:
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
         parts: the parts that every step must have (`CheckpointManager.attach`). A save without one of them fails.
-            Empty: each step has those parts that are attached when it is saved.
+            Empty: each step has the parts that are attached when the step is saved.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
             manager's role.
         vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. The number is
@@ -273,7 +273,7 @@ class CheckpointConfig:
     def from_dict(
         cls, given: Mapping[str, Any], where: str = "CheckpointConfig", but: Collection[str] = ()
     ) -> CheckpointConfig:
-        """Returns the configuration that a mapping of these fields describes, as YAML and OmegaConf have them.
+        """Returns the configuration that a mapping of these fields describes, such as a mapping from YAML or OmegaConf.
 
         Args:
             given: the fields by name, in a dict or OmegaConf's DictConfig. Lists stand for tuples. `listeners` may have

@@ -38,7 +38,7 @@ QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
 # How long `post` waits for the lock, in seconds. A thread holds the lock only for a moment, unless a signal handler has
-# interrupted the thread, saves, and in doing so waits for the thread that posts.
+# interrupted the thread: the handler saves, and the save waits for the thread that posts.
 POST_WAIT_S = 1.0
 # If a manager was never closed, its thread ends after this time without events, in seconds. Most saves take less time,
 # so an exiting interpreter that waits for a save still has the thread: from Python 3.12 on, it starts no new threads.
@@ -196,8 +196,9 @@ class Delivery:
             status = 1
             self._log_failure(listener, event, error)
         if not home.is_here:
-            # The listener has forked, and this is the child. It has only this thread, which would wait for events for
-            # ever. And it cannot end in the usual way, because that needs the main thread, which it does not have.
+            # The listener has forked, and this is the child. The child has only this thread, which would wait for
+            # events for ever. The child cannot end in the usual way, because the usual way needs the main thread, which
+            # a child does not have.
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()

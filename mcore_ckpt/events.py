@@ -43,8 +43,7 @@ class Event:
         role: the role of the manager.
         rank: the rank that tells the event.
         path: the folder of the checkpoint (of the step, if Deleted), or its URL in the remote store. For a load that
-            failed without naming a path: the root. With a fast tier, this is the folder on this node for saves and
-            loads.
+            failed without naming a path: the root. With a fast tier, saves and loads give the folder on this node.
         time: when the event happened, in seconds since the epoch, by this host's clock.
     """
 
@@ -132,7 +131,7 @@ class Written(Event):
 
     Attributes:
         nbytes: the bytes that this rank wrote. If several ranks write one file, only this rank's part counts. The
-            HuggingFace model comes after this event.
+            HuggingFace model is written after this event.
         seconds: the time from the first write until all files were on the disk.
     """
 
@@ -198,7 +197,7 @@ class Loaded(Event):
         nbytes: the bytes that this rank read from tensor files.
         seconds: the time from the call of `load` until all ranks have agreed that they are done.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
-        rounded: how many tensors of this rank were rounded, by the two dtypes, as in LoadReport.
+        rounded: how many tensors of this rank were rounded, for each pair of dtypes, as in LoadReport.
     """
 
     nbytes: int

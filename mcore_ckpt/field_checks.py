@@ -7,9 +7,9 @@ message that shows the right spelling. Nothing is converted.
 Why not pydantic or msgspec: importing pydantic and making one dataclass with it takes 0.11 s of CPU, four times as long
 as importing `config.py` with all that it imports. A command has 0.3 s to start. Pydantic's strict mode says "input
 should be a valid boolean", but not what to write instead. msgspec checks only what it decodes, not what Python code
-passes, and its structs would take the place of the frozen dataclasses. The version of either would have to agree with
-the one that a framework pins (verl, NeMo and vLLM pin pydantic). The checks here follow the annotations, so a new field
-needs no further line.
+passes, and its structs would take the place of the frozen dataclasses. The version of either package would have to
+agree with the version that a framework pins (verl, NeMo and vLLM pin pydantic). The checks here follow the annotations,
+so a new field needs no extra code.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _hints(cls: Hashable) -> Mapping[str, Any]:
 def plain(value: Any, where: str) -> Any:
     """Returns a mapping as a dict and a sequence as a list, at any depth. OmegaConf's containers count as such, too.
 
-    Raises InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to one that does not exist.
+    Raises InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to a value that does not exist.
     """
     try:
         if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _passes_handler(trace: TracebackType | None) -> bool:
-    """True if the traceback has a signal handler, one of whose arguments is the frame that it interrupted."""
+    """True if the traceback has a signal handler: a function that got the interrupted frame as an argument."""
     while trace is not None:
         frame = trace.tb_frame
         code = frame.f_code

@@ -21,7 +21,7 @@ LARGE_BYTES = 4 << 20
 _COSTS = (64, 180, 130, 72, 40)
 # The deepest nesting that is allowed. Our own JSON is nested at most 6 deep, and so are configurations of models.
 MOST_DEPTH = 100
-# The size of the pieces in which strings are told apart from the rest of a text.
+# Strings are told apart from the rest of a text in pieces of this size, in bytes.
 _PIECE = 16 << 10
 # The longest string whose characters may take several bytes of memory each.
 _LONG_STRING = 256 << 10
@@ -40,9 +40,9 @@ class TooDenseError(ValueError):
 class Density:
     """How many bytes of text there are at least for each value of a kind, on average.
 
-    A `string` is a string that is not the name of a member. A `value` is a value that follows another one, or is in a
-    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text, such
-    as a configuration with settings for each of 10,000 layers, may take up to 20 times its size: at most 80 MB.
+    A `string` is a string that is not the name of a member. A `value` is a value that follows another value, or is in a
+    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text, such as a
+    configuration with settings for each of 10,000 layers, may take up to 20 times its size: at most 80 MB.
     """
 
     string: int = 24
@@ -143,7 +143,7 @@ def _text(data: bytes) -> str:
     is_plain = data.isascii() and b"\\u" not in data
     if is_plain or len(data) <= SMALL_BYTES:
         return data.decode()
-    # With one wide character in it, all characters of a text take four bytes.
+    # If a text has one wide character, each character of the text takes four bytes.
     wide = length = 0
     for piece in _pieces(data):
         wide += len(_WIDE.findall(piece))

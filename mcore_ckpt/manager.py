@@ -149,7 +149,7 @@ class CheckpointManager:
     ) -> None:
         """Makes the manager's objects together with the other ranks.
 
-        `failed` gets the objects to close if that fails.
+        `failed` gets the objects that must be closed if this method fails.
         """
         trainer = read_trainer(
             agreement, local_path(root, "root").absolute(), role, as_chunks(model), config, dict(objects)
@@ -196,8 +196,8 @@ class CheckpointManager:
         """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
-        With a fast tier, the checkpoint is committed on the nodes. Without `async_save`, a durable step is then also in
-        the root.
+        With a fast tier, the checkpoint is committed on the nodes. Without `async_save`, `save` returns only when a
+        durable step is in the root, too.
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
@@ -222,16 +222,16 @@ class CheckpointManager:
                 `mcore_ckpt.set_metrics` adds metrics that are known only later.
 
         Returns:
-            The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, nothing
-            may have been saved: see `SaveHandle.skipped`.
+            The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, the
+            save may have been skipped: see `SaveHandle.skipped`.
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
             InvalidStateError: this is a forked child of the process that has made the manager, or a function of a part
-                calls it.
+                calls `save`.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
                 CommitError. With `async_save` and `if_failed="warn"` the error is not raised but logged, and the
-                returned handle has it.
+                returned handle has the error.
             UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer, or a tool, writes this role below this root. Nothing has been done.
@@ -264,9 +264,9 @@ class CheckpointManager:
             save: what this rank saves: bytes; the path of a file or folder, which is copied; or a `HandOver` of a file
                 or folder, which is moved. `save` can also be a function that gets a new folder, may write files into
                 it, and returns None or one of these values. `CheckpointManager.save` calls the function on the
-                trainer's thread, and training waits for it. If the function returns another function, that one is
-                called without arguments while the training continues, and returns None or one of these values. Files
-                that are copied must not change before the save is committed. Functions must return within
+                trainer's thread, and training waits for it. If the function returns a second function, the second
+                function is called without arguments while the training continues. It may return None or one of these
+                values. Files that are copied must not change before the save is committed. Functions must return within
                 `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
             load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
                 been loaded. The function gets the saved part (`state.SavedPart`), which has what each rank has saved.
@@ -343,7 +343,7 @@ class CheckpointManager:
         self._destination.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
             self._disk.run(partial(self._context.history.loaded, manifest.head, place))
-            if self._trainer.optimizer is not None:  # it trains
+            if self._trainer.optimizer is not None:  # this manager trains its model
                 self._context.history.hold()
 
     @property
@@ -424,7 +424,8 @@ class CheckpointManager:
     def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[NodeStep], list[NodeStep]]:
         """Returns the steps of the fast tier that are whole with all these roles, and the remains of newer steps.
 
-        The newest are first. Every rank calls it, and all get the same result. Without a fast tier there are none.
+        In both lists, the newest step is first. Every rank calls this method, and all ranks get the same result.
+        Without a fast tier, both lists are empty.
 
         Args:
             roles: the roles that a step must have.

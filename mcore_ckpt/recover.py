@@ -174,8 +174,8 @@ def _found(by_role: Mapping[str, CheckpointManager], step: int | None, nodes: Se
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
     """Lists the steps that are complete and have all these roles, the newest first.
 
-    It reads only manifests, looks at names and sizes of the other files, and does not communicate with other ranks.
-    Steps whose optimizer retention has removed are listed only if there are no others.
+    It reads only manifests, looks at names and sizes of the other files, and does not communicate with other ranks. If
+    retention has removed a step's optimizer, the step is listed only if there are no other steps.
 
     Args:
         root: the folder of the steps.
@@ -272,7 +272,7 @@ def _newest(
     lost: Sequence[str],
     last_resort: str,
 ) -> Recovery:
-    """Loads the newest of some steps that can be loaded.
+    """Loads the newest step that can be loaded.
 
     Args:
         steps: the steps to try, in this order, each with the folders to lock meanwhile.
@@ -321,7 +321,7 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
 def retried(work: Callable[[], Any], retries: int) -> Any:
     """Calls `work`, and calls it again after an error that may be temporary.
 
-    All ranks see the same errors, so all do this.
+    All ranks see the same errors, so all ranks repeat the call.
     """
     for number in range(retries):
         try:

@@ -3,10 +3,10 @@
 `redacted` is the only place that knows what a secret looks like. It is not always certain where a secret ends, because
 people also write passwords with `/`, `?` or `@` into URLs. In such a case rather too much is removed than too little.
 
-Error messages pass through `redacted` in `CheckpointError.__init__`, the records for other ranks and listeners in
-`errors.to_record` and `ErrorText`. It also cleans tracebacks in logs, the config's `repr`, mount options and the
-arguments that argparse quotes. A store also passes the secrets of its URL to `redacted`, because libraries quote them
-without the URL.
+Error messages pass through `redacted` in `CheckpointError.__init__`. Records for other ranks pass through it in
+`errors.to_record`, and records for listeners in `ErrorText`. `redacted` also cleans tracebacks in logs, the config's
+`repr`, mount options and the arguments that argparse quotes. A store also passes the secrets of its URL to `redacted`,
+because libraries quote them without the URL.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _decoded(text: str) -> str:
 
 
 def _masked(text: str) -> str:
-    """Returns a URL, or several without a space between them, without users, passwords, parameters and queries."""
+    """Returns a URL, or several URLs with no space between them, without users, passwords, parameters and queries."""
     end = _PUNCTUATION.search(text)
     url, after = (text, "") if end is None else (text[: end.start()], end[0])
     first, *more = _START.finditer(url)

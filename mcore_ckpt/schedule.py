@@ -34,7 +34,7 @@ class Copied(Protocol):
 
 
 class Saved(Protocol):
-    """The attributes of a save's handle that `Schedule.saved` reads. `SaveHandle` answers."""
+    """The attributes of a save's handle that a Schedule reads. `SaveHandle` has them."""
 
     @property
     def has_begun(self) -> bool: ...

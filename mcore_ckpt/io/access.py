@@ -57,7 +57,7 @@ def mode_in(folder: Path, most: int) -> int:
 
 
 def widen(path: Path, folder: Path, most: int) -> None:
-    """Lets those who may enter a folder of this package also use a file or folder in it that other code has made.
+    """Lets users who may enter a folder of this package also use a file or folder in it that other code has made.
 
     The file or folder gets the permissions in `most` that `folder` gives, and keeps its own. A file or folder of
     another user is left as it is. Raises OSError.
@@ -68,7 +68,7 @@ def widen(path: Path, folder: Path, most: int) -> None:
 
 
 def would_widen_elsewhere(path: Path, folder: Path, most: int) -> bool:
-    """True if a file has a second name, and `widen` would change its mode, which it has under all of its names.
+    """True if `widen` would change the mode of a file with a second name, and so the mode under both names.
 
     Raises OSError.
     """

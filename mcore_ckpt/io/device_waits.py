@@ -8,8 +8,8 @@ ten minutes for the copies of a load, which begin after the load has waited for 
 and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory, and CUDA has no
 variants of these calls that do not wait. So they run on threads that may be left behind. On an H200 (driver 580),
 `cudaFree` waits for all work, too, so it is not called. The other calls of `csrc/` did not wait behind a stuck kernel:
-registering memory, making, asking and destroying events and streams, queueing copies. After a deadline, memory that the
-GPU may still write to is never freed.
+registering memory, making, querying and destroying events and streams, and queueing copies. After a deadline, memory
+that the GPU may still write to is never freed.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def existing(folder: Path) -> Path:
 
 
 def space_of(folder: Path) -> DiskSpace:
-    """Returns how much can be written into a folder, or, if it is missing, into the place where it would be made.
+    """Returns how much can be written into a folder. If the folder is missing, the place where it would be made counts.
 
     Raises OSError.
     """

@@ -1,9 +1,9 @@
 """Runs work that uses a file system on its own thread, and gives the work up if a call to the system does not return.
 
 A file system that is frozen, or whose server has gone, gives no answer, not even an error, and nothing wakes a thread
-that waits for it. So while the caller waits, the caller looks which calls the threads of the work are in. If a single
-call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long it
-takes.
+that waits for it. So while the caller waits, it checks which calls to the system the threads of the work are in. If a
+single call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long
+it takes.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Look:
     def wait(self, has_ended: Callable[[float], bool], most_s: float, total_s: float = float("inf")) -> Call | None:
         """Waits until the thread has ended, or a call has lasted `most_s` seconds. Returns that call.
 
-        Returns None if the thread has ended, and after `total_s` seconds. `has_ended(seconds)` waits at most `seconds`
-        for the end of the thread, and returns whether it has ended.
+        Returns None if the thread has ended, or if `total_s` seconds have passed. `has_ended(seconds)` waits at most
+        `seconds` for the end of the thread, and returns whether it has ended.
         """
         pause, until = _FIRST_LOOK_S, time.monotonic() + total_s
         while not has_ended(pause):
@@ -154,7 +154,7 @@ class Look:
         return None if "sleep(" in words else Call(words, _path(frame), now - since)
 
 
-# Held during `gc.disable` in `_frames`, so that no other look enables the collection meanwhile.
+# Held while `_frames` has disabled the garbage collection, so that no other look enables it meanwhile.
 _frames_lock = threading.Lock()
 
 
@@ -285,7 +285,7 @@ class Work(Generic[Result]):
     def wait(self, patience_s: float = float("inf"), total_s: float = float("inf")) -> bool:
         """Waits for the end of the work, and returns True.
 
-        Returns False as soon as a call to the system has lasted `patience_s`, and after `total_s` seconds.
+        Returns False as soon as a call to the system has lasted `patience_s`, or when `total_s` seconds have passed.
 
         Raises HungDiskError as soon as a call has lasted the `timeout_s` of the work. The work is then given up: its
         thread ends when the call returns.
@@ -406,7 +406,7 @@ class DiskWatch:
         self._left.append(work)
 
 
-# Refuses work while given-up work of calls that have no manager hangs.
+# The watch of all calls that have no manager. It refuses work while work that such a call has given up still hangs.
 _calls = DiskWatch(0.0)
 
 

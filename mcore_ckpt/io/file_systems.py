@@ -1,6 +1,6 @@
 """Describes types of file systems, from their documents and from trials (docs/doctor.md).
 
-The native writer asks by itself whether a file is in memory (`has_no_disk` in csrc/file.cpp).
+The native writer finds out for itself whether a file is in memory (`has_no_disk` in csrc/file.cpp).
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class FileSystem:
     Attributes:
         place: where the files are; `layer` for an overlay, such as a container's.
         magic: the type's number in statfs(2); None if nothing needs the number.
-        is_exact: whether each file takes whole blocks of `f_frsize`, never less space than its bytes, and the system
-            tells this host what is free. Only on such a type can files be called too large before they are written.
+        is_exact: whether each file takes whole blocks of `f_frsize` and never less space than its bytes, and the system
+            tells this host how much space is free. Only on such a type can files be called too large before they are
+            written.
         abilities: what the type can do; None if that was not tried.
     """
 
@@ -62,7 +63,7 @@ _BY_NAME = {
     "btrfs": FileSystem("disk", abilities=_ALL),
     # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So the type
     # does not show whether the upper layer compresses, and an overlay does not count as exact. The path of the upper
-    # layer in mountinfo is that of the host, and means nothing inside a container.
+    # layer in mountinfo is a path on the host, and means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
     # Servers can compress and deduplicate. The free space that they report can also be old, in other units, or the rest
     # of a quota.

@@ -70,7 +70,7 @@ def open_new(path: Path, flags: int = os.O_EXCL) -> int:
 
 
 def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
-    """Makes one folder. With `exist_ok`, leaves a folder that exists as it is. Raises OSError.
+    """Makes one folder. With `exist_ok`, an existing folder stays unchanged. Raises OSError.
 
     The folder gets the mode `mode`, before the umask is applied. None: the new folder is not more open than the folder
     above it.
@@ -233,7 +233,7 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     parts = Path(name).parts
     # Each look at a name is a call to the file system, which may be far away. Only a link below the folder can lead out
-    # of it. So if no name below the folder is a link, the names above need no look.
+    # of the folder. So if no name below the folder is a link, the names above need not be looked at.
     if ".." not in parts and not os.path.isabs(name) and not _is_link_in(folder, parts):
         return path
     base = os.path.realpath(folder)

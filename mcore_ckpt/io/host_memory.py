@@ -5,7 +5,7 @@ A thread prepares the memory before a save needs it.
 Memory is pinned in pieces of at most 256 MiB, with pauses, because the kernel and the driver hold locks while they pin
 a piece. CUDA refuses a copy that reaches into two pieces, so copies are cut between pieces. The pages are requested
 from the GPU's NUMA node (`mbind` with MPOL_PREFERRED, which a container may forbid). The thread has a niceness of 10,
-and pauses after each piece as long as the piece took.
+and pauses after each piece for as long as the piece took.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def as_names(values: Sequence[Any], key: str) -> tuple[str, ...]:
     """Returns `values` as a tuple if they are printable names. Raises FieldError."""
-    # Check all names together, because a large model has a hundred thousand. If one is wrong, check each separately,
-    # so that the error shows it.
+    # Check all names together, because a large model has a hundred thousand names. If a name is wrong, check each name
+    # separately, so that the error shows the wrong name.
     if (
         set(map(type, values)) <= {str}
         and all(map(str.isprintable, values))
@@ -172,8 +172,8 @@ def get_number(record: Mapping[str, Any], key: str) -> float:
 def as_ints(value: Any, key: str) -> tuple[int, ...]:
     """Returns `value` as a tuple if it is a list of non-negative integers. Raises FieldError."""
     items = as_list(value, key)
-    # Check all integers together, because a checkpoint of many ranks has a million of them. If one is wrong, check each
-    # separately, so that the error shows it.
+    # Check all integers together, because a checkpoint of many ranks has a million of them. If an integer is wrong,
+    # check each one separately, so that the error shows the wrong integer.
     if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_INT):
         return tuple(as_int(item, key) for item in items)
     return tuple(items)

@@ -29,7 +29,7 @@ def persist(
     stop: threading.Event,
     answers: tuple[type[Exception], ...],
 ) -> Result:
-    """Runs `work`, which must be repeatable, until it succeeds, and returns what it returns.
+    """Runs `work`, which must be repeatable, until it succeeds, and returns its result.
 
     Exceptions in `answers`, such as FileNotFoundError, are answers of the store and not failures. These exceptions, and
     CheckpointErrors, are raised without another try. `redacted` turns an error into text without secrets.

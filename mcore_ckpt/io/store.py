@@ -92,7 +92,7 @@ class Store:
         return redacted(str(error), self._secrets)
 
     def space(self) -> DiskSpace | None:
-        """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
+        """Returns how much can be written into the store; None if unknown, as for most stores. Raises OSError."""
         return space_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------

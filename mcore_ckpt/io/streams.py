@@ -1,4 +1,4 @@
-"""Streams files that are larger than memory, in batches of parts: one is read while another is written."""
+"""Streams files that are larger than memory, in batches of parts: one batch is read while another is written."""
 
 from __future__ import annotations
 

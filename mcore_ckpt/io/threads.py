@@ -62,7 +62,7 @@ def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
     """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
 
     Ctrl-C must end the main thread even if a call hangs. Any other thread is interrupted by `disk_watch.Work.give_up`.
-    It still waits until the calls have ended, because its work ends only then.
+    Such a thread still waits until the calls have ended, because its work ends only then.
     """
     while worker.is_alive():
         try:
@@ -92,8 +92,9 @@ def results_of(
 ) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    Starts no threads if the calling thread was started by this module, or for a few items, unless they `are_long`: one
-    takes much longer than to start a thread. Raises failures as `for_each` does.
+    Starts no threads if this module has started the calling thread. Starts no threads for a few items either, unless
+    the calls `are_long`: each call takes much longer than it takes to start a thread. Raises failures as `for_each`
+    does.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)

@@ -38,8 +38,8 @@ WRITE_BYTES = 4 << 20
 READ_BYTES = 16 << 20
 # How long a thread waits for a GPU before it reads from the GPU or copies to it, if no `timeout_s` is given (seconds).
 DEVICE_READ_S = 600.0
-# Size of a piece of a file in memory, which a read copies. Pieces of one block stay in the CPU's cache for the block's
-# CRC and for the second copy.
+# A read of a file in memory copies pieces of this size. Pieces of one block stay in the CPU's cache for the block's CRC
+# and for the second copy.
 READ_MEMORY_BYTES = 1 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.
@@ -106,6 +106,6 @@ OLD_STEPS_LOOK_S = 2.0
 ABANDONED_S = 10.0
 
 # While a trainer is alive, a tracker that names an older step is called a problem only TRACKER_SETTLES_S seconds after
-# a commit. SETTLE_POLL_S is the pause between two looks whether the trainer has corrected the tracker, in seconds.
+# a commit. SETTLE_POLL_S is the pause between two checks whether the trainer has corrected the tracker, in seconds.
 TRACKER_SETTLES_S = 10.0
 SETTLE_POLL_S = 0.1

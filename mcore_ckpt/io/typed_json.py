@@ -28,7 +28,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Place = tuple[int, int]
 # The least number of bytes of a long list that are decoded at a time. Between two pieces, the training can run.
 _PIECE = 64 << 10
-# How many places are tried for the end of a piece, if the piece is no JSON up to the first place.
+# How many places are tried as the end of a piece, if the text up to the first place is not JSON.
 _TRIES = 4
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -58,7 +58,7 @@ def parse_exactly(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) ->
 
 
 def members(data: bytes | memoryview) -> dict[str, Place] | None:
-    """Returns the place of the value of each member of a JSON object, as a range of bytes of `data`.
+    """Returns where the value of each member of a JSON object is, as a range of bytes of `data`.
 
     Returns None if there are spaces around members, if a name occurs twice or has an escape that it does not need, or
     if the text is no object.
@@ -78,9 +78,10 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
 
 
 class _Pieces(Generic[T]):
-    """A long list or object that is decoded a few values at a time. The arguments are those of `LongList`.
+    """A long list or object that is decoded a few values at a time. The arguments are as in `LongList`.
 
-    If text in a string looks like `between`, a piece does not end there, because a value that is cut in two is no JSON.
+    If text in a string looks like `between`, a piece does not end there, because a value that is cut in two is not
+    JSON.
     """
 
     def __init__(

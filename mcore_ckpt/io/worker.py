@@ -84,7 +84,7 @@ class Worker:
             _workers.add(self)
 
     def add(self, work: Callable[[], object], instead: bool = False) -> None:
-        """Calls a function after the functions that were added before, or `instead` of those. Returns immediately.
+        """Calls a function after the functions that were added before, or `instead` of them. Returns immediately.
 
         If the system grants no thread, the calling thread does the work if `must_finish` is set; otherwise
         NoThreadError is raised. If a signal handler raises an exception meanwhile, the function is not called.
@@ -135,7 +135,7 @@ class Worker:
             wait_for_thread(thread, timeout_s)
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Waits at most so many seconds until no function is left to call. Returns True if none is left."""
+        """Waits until no function is left to call, for at most `seconds` seconds. Returns True if none is left."""
         with self._lock:
             thread = self._thread
         if thread is not None:

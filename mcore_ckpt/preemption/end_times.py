@@ -32,7 +32,7 @@ class EndTime:
 
     Attributes:
         at: the time, by `time.monotonic()`.
-        source: who says so, for messages.
+        source: where the time comes from, for messages.
     """
 
     at: float

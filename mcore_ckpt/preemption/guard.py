@@ -42,8 +42,8 @@ class PreemptionGuard:
         signals: the signals that ask for a stop, on any rank. Existing handlers of these signals are called, too, and
             are put back at the end.
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
-            it when the training stops. None: no file. A file that is older than `deadline_s` when the guard is entered
-            was made before this start of the training, and is ignored.
+            it when the training stops. None: no file. If the file is older than `deadline_s` when the guard is entered,
+            it was made before this start of the training, so it is ignored.
         deadline_s: how many seconds after a request to stop the machine goes. A save that would end later is not begun.
             None: unknown, so the last save may take any time.
         training_ends_in_s: in how many seconds the machine will be taken away even if no request comes. The training
@@ -263,7 +263,7 @@ class PreemptionGuard:
         """Only rank 0 calls it, if nothing can ask for a stop. Raises InvalidArgumentError."""
         text = "nothing can stop this training: signals is empty, and trigger_file is not given"
         if self._training_ends_in_s is None and is_named(os.environ):
-            # The time limit may be the only source on purpose. A scheduler that does not tell it ends no training.
+            # The user may rely on the time limit alone. If the scheduler does not tell the limit, training goes on.
             logger.warning("%s, and the end of this job is not known: give training_ends_in_s or trigger_file", text)
             return
         raise InvalidArgumentError(
@@ -276,7 +276,7 @@ class PreemptionGuard:
         return self._signals.first or found
 
     def _end_is_near(self) -> str | None:
-        """Says, on rank 0, that the machine goes before the next step could be saved; None if it does not."""
+        """Returns, on rank 0, the reason to stop if the machine goes before the next step could be saved; else None."""
         if self._end is None:
             return None
         durable_s = self._last_save.times.durable_s

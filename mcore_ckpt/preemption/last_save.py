@@ -153,7 +153,7 @@ class LastSave:
         saved: str | None = None
         try:
             self._end_save_under_way()
-            if left_s is not None and left_s <= 0:  # the same on all ranks: a wait for them would end at once
+            if left_s is not None and left_s <= 0:  # true on all ranks, and a wait for ranks would end at once
                 choice = Choice(self._saved_already(step), False, "no time is left")
             else:
                 choice = self._choose_together(step)

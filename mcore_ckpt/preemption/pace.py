@@ -13,7 +13,8 @@ from collections import deque
 # If calls follow each other within less than this (seconds), some are passed over. Otherwise the ranks ask in each
 # call.
 ASK_S = 0.5
-# Asking may take this share of the time. If a deadline is short, the ranks ask after this share of it at the latest.
+# Asking may take this share of the time. If a deadline is short, the ranks ask after this share of the deadline at the
+# latest.
 _SHARE = 0.01
 _SHARE_OF_DEADLINE = 0.1
 # At most this many calls in a row are passed over, because the times between calls may become much longer.

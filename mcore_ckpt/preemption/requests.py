@@ -23,7 +23,7 @@ from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
-# How often the file is looked for: the pause, in seconds. One stat a second is no load for a file system.
+# The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
 
 
@@ -45,7 +45,7 @@ class Signals:
 
     Args:
         numbers: the signals.
-        heard: called with the first request, by the signal handler: it takes no lock.
+        heard: called with the first request. The signal handler calls it, so it must take no lock.
 
     Attributes:
         first: the first signal that has come; None before.

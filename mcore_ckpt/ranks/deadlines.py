@@ -18,8 +18,8 @@ POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
 # The longest pause is this many seconds times the number of ranks. So thousands of ranks together send at most 10,000
-# requests a second while one rank writes for a minute. Even this pause is only about a tenth of the time that they have
-# waited.
+# requests a second while one rank writes for a minute. Even this pause is only about a tenth of the time that the ranks
+# have waited.
 POLL_MOST_PER_RANK_S = 0.0001
 
 # How many ranks' messages rank 0 asks for at a time.
@@ -30,7 +30,7 @@ RANKS_AT_ONCE = 256
 EXTRA_WAIT_S = 1.5
 
 # If the machine is expected to go within this time (seconds), a wait that begins now is not shortened any more: a rank
-# that comes a moment before the machine's end would give up other ranks, which come a moment later.
+# that comes a moment before the machine's end would give up waiting for other ranks, which come a moment later.
 SHORTEST_WAIT_S = 1.0
 # If a limit has ended a wait, the next waits of the same round get this many seconds each: the answer may be under way.
 LAST_WAIT_S = 0.5
@@ -45,5 +45,6 @@ DISK_PATIENCE_S = 2.0
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0
 
-# How long a node waits for each piece of another node's answer. A node that is silent for so long counts as lost.
+# How long a node waits for each piece of another node's answer, in seconds. A node that is silent for so long counts as
+# lost.
 PEER_TIMEOUT_S = 60.0

@@ -36,12 +36,12 @@ _NO_VALUE = "-"
 
 @dataclass
 class WaitLimit:
-    """When waits end even if their own deadlines are later. The times are those of `time.monotonic()`.
+    """When waits end even if their own deadlines are later. All times are by `time.monotonic()`.
 
     Attributes:
         at: every wait ends at this time.
         expected_at: the machine is expected to go at this time, so a wait ends then. It does not limit waits that begin
-            later: the machine is still there, so the time was wrong.
+            after this time: the machine is then still there, so the time was wrong.
     """
 
     at: float = math.inf

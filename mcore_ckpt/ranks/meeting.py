@@ -77,7 +77,7 @@ def rendezvous_at(
     """Does the same as `rendezvous` on a given store, without a process group.
 
     `topic` is for messages. `start_s` is how long to wait for ranks that have not started yet; None: `timeout_s`. The
-    other arguments are those of `Agreement`.
+    other arguments are as in `Agreement`.
     """
     with store_failures(topic, AgreementError):
         meet = _meet_other_ranks if rank == 0 else _meet_rank_0

@@ -48,7 +48,8 @@ class Round:
     Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
 
     Attributes:
-        is_at_work: whether this rank does its own work for the round. Rounds that it begins meanwhile are inside it.
+        is_at_work: whether this rank does its own work for the round. Rounds that this rank begins meanwhile are inside
+            this round.
         has_submitted: whether this rank has submitted its record or its error.
         has_all_submissions: whether rank 0 has seen that all ranks have submitted.
         is_over: whether this rank has read what rank 0 announced.
@@ -115,7 +116,7 @@ class Round:
         return self._is_cut or (self._outer is not None and self._outer._has_been_cut())
 
     def _waited(self) -> tuple[float, bool]:
-        """Returns for how many seconds this rank has waited since its own work ended, and whether it was cut short."""
+        """Returns how many seconds this rank has waited since its work ended, and whether a limit ended the wait."""
         if self._has_been_cut():
             return round(max(0.0, time.monotonic() - self._submitted_at), 1), True
         return self._timeout_s, False
@@ -252,7 +253,7 @@ class Round:
         return there
 
     def _read_done(self) -> Record:
-        """Returns what was announced. It waits for an announcement if there is none."""
+        """Returns what was announced. Waits if nothing has been announced yet."""
         message = unpack(self._store.get(f"{self.prefix}/done"))
         # If another rank has given up, rank 0 may still have to read this rank's submission.
         self.is_over = not message.get("is_given_up", False)
@@ -265,8 +266,8 @@ class Round:
     def _give_up(self, error: Record) -> Record:
         """Sets the outcome to `error`, unless it is set already. Called on all ranks except rank 0.
 
-        Announces an error that is the outcome, because the other ranks may have to wait much longer: this rank may be
-        the only one that knows that its machine goes soon. Returns the outcome.
+        If the outcome is an error, announces it, because the other ranks would otherwise wait much longer: perhaps only
+        this rank knows that its machine goes soon. Returns the outcome.
         """
         outcome = self._set_outcome({"error": error})
         if "error" in outcome and not self._is_done():

@@ -7,9 +7,10 @@ never both.
 Calls (`Agreement.call`) are counted, and rounds are numbered within their call. So a rank may leave a call at any
 moment with an exception: the rank fails the round that the other ranks come to next, and in the next call all ranks
 begin with the same round. This is how an exception of a signal handler ends a call. The opening of a save and the
-commit are rounds of two agreements. So the round of the commit has a name, by which a rank that is interrupted between
-the two fails it. If rank 0 fails in a round that another rank has given up, rank 0 raises the error of that rank: with
-an error of another type, rank 0 alone would go on to an older checkpoint.
+commit are rounds of two agreements. So the round of the commit has a name. If a rank is interrupted between the two
+rounds, it uses this name to fail the round of the commit. If rank 0 fails in a round that another rank has given up,
+rank 0 raises the error of that rank. If rank 0 raised an error of another type, it alone would go on to an older
+checkpoint.
 
 A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
 a wait that times out leaves C++ warnings on stderr and an unusable client.
@@ -128,7 +129,7 @@ class Agreement:
         self._timeout_s = timeout_s
         self._home = Home()
         self._calls = 0
-        self._rounds: int | None = None  # of the present call; None outside of calls
+        self._rounds: int | None = None  # how many the present call has had; None outside of calls
         # The last round that this rank has begun, and earlier rounds of which this rank still has keys.
         self._begun: list[Round] = []
         # The error of the present call that all ranks have learned of. The error of an earlier call is not kept,
@@ -287,8 +288,8 @@ class Agreement:
         Called when the interpreter exits, and when the machine is about to be taken from the training. A signal handler
         may call it: it takes no lock.
 
-        Rank 0 waits a little shorter than the other ranks, which may have the same limit: it finds out which rank is
-        silent, and thousands of ranks need not ask the store, too.
+        The other ranks may have the same limit, so rank 0 stops waiting a little earlier. Then rank 0 finds out which
+        rank is silent, and thousands of other ranks need not ask the store for it.
 
         Args:
             seconds: how long waits may last from now.
@@ -304,13 +305,13 @@ class Agreement:
             self._limit.expected_at = at
 
     def shortened(self, seconds: float) -> float:
-        """Returns for how many of `seconds` a wait that begins now may last, if `limit_waits` limits it."""
+        """Returns how many seconds a wait of `seconds` that begins now may last, under the limit of `limit_waits`."""
         now = time.monotonic()
         return max(0.0, min(seconds, self._limit.end_of(now) - now))
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[float]:
-        """Gives the `with` block, which waits for something else than a rank's word, the seconds that it may wait.
+        """Yields how many seconds the `with` block may wait for something other than a message of a rank.
 
         If a limit ends that wait, the present round waits no more for other ranks.
         """
@@ -400,7 +401,7 @@ class Done(Generic[T]):
                 raise error
             return {}
         finally:
-            del self, error  # else the error and this frame keep each other alive, and the callers' objects
+            del self, error  # else the error and this frame keep each other and the callers' objects alive
 
     def result(self) -> T:
         """Returns the result. Call it after the round has succeeded."""
@@ -408,7 +409,7 @@ class Done(Generic[T]):
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round, under the watch of the disk. Raises only what signal handlers raise."""
+    """Does long work before a round, while the disk is watched. Raises only what signal handlers raise."""
     return done_here(partial(agreement.runner.run, work))
 
 
@@ -454,7 +455,8 @@ def decide(
     Raises:
         CheckpointError: of the same type on all ranks.
         BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If rank 0
-            had acted before, they return a record instead, which is then in `Agreement.decided`.
+            had acted before, the other ranks return a record instead, and `Agreement.decided` of this rank has the same
+            record.
     """
     if isinstance(agreement, Alone):
         record = combine([work()])
@@ -495,7 +497,7 @@ def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], err
                     agreement.told(interrupt)
         raise
     finally:
-        del own  # else the error and this frame keep each other alive, and the callers' objects
+        del own  # else the error and this frame keep each other and the callers' objects alive
 
 
 def _lead(
@@ -530,7 +532,7 @@ def _lead(
     except BaseException as failure:
         if not round_.is_here:
             raise
-        if record is not None:  # some ranks may have heard it already
+        if record is not None:  # some ranks may have got the record already
             round_.announce(record)
             raise
         earlier = round_.announce_failure(failure)
@@ -542,7 +544,7 @@ def _lead(
             raise failure from (own or failure.__cause__)
         raise told from (own or failure)
     finally:
-        del own, told  # else the error and this frame keep each other alive, and the callers' objects
+        del own, told  # else the error and this frame keep each other and the callers' objects alive
 
 
 def agree(

@@ -34,8 +34,8 @@ _MODULES = {
     "mixer": "mamba",
 }
 _ORDER = ("attention", "mamba", "mlp")
-# Triples (part, beginning of a name, variant): if a name in the part begins so, the part is this variant. Tensors of
-# different variants do not fit each other.
+# Triples (part, beginning of a name, variant): if the name of a tensor in the part has this beginning, the part is this
+# variant. Tensors of different variants do not fit each other.
 _VARIANTS = (
     ("attention", "self_attention.in_proj.", "linear attention"),
     ("attention", "self_attention.linear_kv_down_proj.", "latent attention"),
@@ -88,7 +88,7 @@ def layers_of(names: Iterable[str]) -> Layers:
 
 
 def decoder_layers(layers: Layers) -> Layers:
-    """Returns the layers without those of multi-token prediction."""
+    """Returns the layers of the decoder, without the layers of multi-token prediction."""
     return _by_stack(layers).get(_DECODER, {})
 
 

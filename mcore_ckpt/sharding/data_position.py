@@ -57,7 +57,7 @@ class ShardedPosition:
 
     @staticmethod
     def of_consumed(samples: int) -> ShardedPosition:
-        """Returns the position of ranks that take samples in turn, each the same number, as Megatron's samplers do.
+        """Returns the position of ranks that take turns and take equally many samples, as Megatron's samplers do.
 
         `for_rank` returns the same number under any data-parallel size.
 
@@ -96,8 +96,8 @@ class ShardedPosition:
         """Returns the position of torchdata's `StatefulDataLoader`.
 
         `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
-        loaders of all ranks are at the end of an epoch: then begin the next epoch without a state. Otherwise `for_rank`
-        raises an error, because the state of the loader's own sampler cannot be divided.
+        loaders of all ranks are at the end of an epoch. In this case, begin the next epoch without a state. Otherwise
+        `for_rank` raises an error, because the state of the loader's own sampler cannot be divided.
 
         Args:
             state: what `loader.state_dict()` returns (torchdata 0.11).
@@ -111,8 +111,8 @@ class ShardedPosition:
         """Returns the position of Megatron-Energon's loader, as `integrations.energon.position_of` makes it.
 
         `for_rank` returns a dict with these values. Under another data-parallel size, the workers of all ranks are put
-        together in order and divided, as `energon checkpoint redist` (7.4) does. So the total number of workers stays,
-        and the new number of ranks must divide it.
+        together in order and divided, as `energon checkpoint redist` (7.4) does. So the total number of workers stays
+        the same, and must be divisible by the new number of ranks.
 
         Args:
             workers: the states of the rank's workers, as plain values.
@@ -141,7 +141,7 @@ class ShardedPosition:
     def for_rank(self, rank: int | None = None, size: int | None = None, workers: int | None = None) -> Any:
         """Returns the position of a data-parallel rank.
 
-        The function that made the position (`of_...`) says what this returns.
+        The description of the function that made the position (`of_...`) says what `for_rank` returns.
 
         Args:
             rank, size: the data-parallel rank and size; None for the rank and size of the load.
@@ -178,7 +178,7 @@ class ShardedPosition:
 
 
 def of_record(record: Mapping[str, Any], name: str, rank: int, size: int) -> ShardedPosition:
-    """Returns a stored position. Raises ValueError if it is of a kind or version that this package does not know."""
+    """Returns a stored position. Raises ValueError if this package does not know the position's kind or version."""
     kind, ranks = record.get("kind"), record.get("ranks")
     if record[MARK] != _VERSION or kind not in _KINDS or "state" not in record:
         raise ValueError(f"{name} is a data position of a kind that this mcore_ckpt does not know: upgrade it")
@@ -201,8 +201,8 @@ class _Kind:
 
     Attributes:
         same: makes the result of `for_rank` under the saved size from a rank's state.
-        divided: makes this result under another size, from the states of all ranks, the new rank and the new size.
-            Raises CheckpointMismatchError or InvalidArgumentError.
+        divided: makes the result of `for_rank` under another size from the states of all ranks, the new rank and the
+            new size. Raises CheckpointMismatchError or InvalidArgumentError.
         compared: returns the part of a state that must be equal on replicas.
         workers: returns the number of workers whose states are in a rank's state; None if that number may change.
     """

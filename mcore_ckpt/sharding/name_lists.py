@@ -23,7 +23,7 @@ _NUMBERS = re.compile(r"(\[[0-9,-]+\]|(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9]))"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 # The character that stands for a number in a pattern.
 _ANY = "\0"
-# Begins the entry of a name that contains a bracket, because the bracket would be read as a range otherwise.
+# The first character of the entry of a name that contains a bracket. Otherwise the bracket would be read as a range.
 _AS_IT_IS = "="
 # The most names that lists may stand for together. A manifest can list a sixth of this number. Without a limit, a few
 # characters could stand for any number of names.
@@ -235,7 +235,7 @@ def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
 def _boxes(by_first: Mapping[Numbers, Iterable[int]]) -> Iterator[tuple[str, ...]]:
     """Divides combinations of numbers into boxes.
 
-    A box is a tuple of texts such as "[0-2,7]", one for each number of a combination. It stands for every
+    A box is a tuple of texts such as "[0-2,7]", one for each number of a combination. The box stands for every
     combination of the numbers that its texts list.
 
     `by_first` maps all numbers of a combination except the last to the last numbers.

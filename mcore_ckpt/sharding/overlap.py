@@ -50,9 +50,10 @@ class Overlap:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A box of the global tensor, and its place in a flat range of a local tensor with these strides (in elements).
+    """A box of the global tensor, and its place in a flat range of a local tensor.
 
-    `position` is the place of the box's first element in the flat range.
+    `position` is the place of the box's first element in the flat range, and `strides` are the strides of the local
+    tensor, both in elements.
     """
 
     box: Box

@@ -29,8 +29,8 @@ class PipelineSplit:
     """The fields of megatron's TransformerConfig that decide which stage has which layers.
 
     `layout` is `pipeline_model_parallel_layout` or `hybrid_layer_pattern` as tuples of words (embedding, decoder, mtp,
-    loss), one tuple per virtual stage. The tuples of virtual stage 0 of all ranks precede those of virtual stage 1, and
-    so on (`PipelineParallelLayerLayout`, megatron-core 0.16.1; `select_pipeline_segment`, 0.19).
+    loss), one tuple per virtual stage. The tuples of virtual stage 0 of all ranks precede the tuples of virtual stage
+    1, and so on (`PipelineParallelLayerLayout`, megatron-core 0.16.1; `select_pipeline_segment`, 0.19).
     """
 
     num_layers: int

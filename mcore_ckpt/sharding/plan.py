@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
 
-# Kinds of shards. Any other kind is part of the optimizer's state, and has the name that the optimizer gives this part.
+# Kinds of shards. A shard of any other kind is a part of the optimizer's state, and the kind is the optimizer's name
+# for this part.
 MODEL = "model"
 PARAM = "param"
 OPAQUE = "opaque"
@@ -108,8 +109,8 @@ class ReadPlan:
 def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
     """Plans the reads that fill one wanted region. An element that several shards hold is read from the first of them.
 
-    `stored` are shards of the same tensor. Their global shapes can differ from that of `wanted` in length along an
-    axis.
+    `stored` are shards of the same tensor. Their global shapes can differ from the global shape of `wanted` in length
+    along an axis.
     """
     found = overlap(wanted, [shard.region for shard in stored])
     reads = tuple(ReadRange(stored[number], rows) for number, rows in found.rows)

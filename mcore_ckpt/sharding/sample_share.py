@@ -1,8 +1,8 @@
 """Divides the samples of a data set among data-parallel ranks, and divides anew the samples that are left.
 
 A share is every `size`-th of the samples that were left at the last division. So if all ranks have taken equally many
-samples, two numbers (`start` and `taken`) describe which. If some ranks are ahead, the samples that the other ranks
-still have to take are listed one by one, and come first after the next division.
+samples, two numbers (`start` and `taken`) say which samples they have taken. If some ranks are ahead, the samples that
+the other ranks still have to take are listed one by one, and come first after the next division.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MOST_LEFT = 1 << 20
 class SampleShare:
     """The samples that one data-parallel rank takes, in order. A new training begins with `SampleShare(rank, size)`.
 
-    Samples are numbered from 0 and go on over epochs: in a data set of n samples, sample s is element s % n of epoch
-    s // n.
+    The numbers of samples begin at 0 and go on over epochs: in a data set of n samples, sample s is element s % n of
+    epoch s // n.
 
     Attributes:
         rank, size: the data-parallel rank and size.

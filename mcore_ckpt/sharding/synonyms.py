@@ -110,7 +110,7 @@ def in_local_spec(name: str) -> str:
 def found_as(name: str, names: Container[str]) -> str | None:
     """Returns `name` or the first of its synonyms that is in `names`. Returns None if `names` has none of them.
 
-    The synonyms include those under another program's prefix: a GPTModel finds its tensors in the checkpoint of a
+    The synonyms include names under another program's prefix: a GPTModel finds its tensors in the checkpoint of a
     vision-language model.
 
     Example:
