@@ -139,7 +139,7 @@ class CheckpointConfig:
             not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
             warns if they differ. The trainer waits for this. If not, each save compares small parts of a few tensors,
-            different ones each time, at no measurable cost.
+            at no measurable cost. The tensors are different ones in each save.
         load_replicas: how ranks load tensors that are the same on several ranks: the tensors of the model, which data
             and context parallelism replicate, and the tensors of an optimizer that is not distributed. "read": each
             rank reads them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the
@@ -348,7 +348,7 @@ def _texts(field: str, words: object, example: str) -> tuple[str, ...]:
 
 
 def named_listeners(names: Any, where: str) -> Any:
-    """Returns the listeners that paths of classes or functions name. Values that are not texts stay as they are.
+    """Returns the listeners that paths of classes or functions name. Values that are not texts stay unchanged.
 
     Raises InvalidArgumentError: a path leads nowhere, or to something that cannot be called.
 

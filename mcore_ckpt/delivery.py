@@ -3,7 +3,7 @@
 `Delivery.post` only puts an event into a queue. These failures are handled:
 
 - A listener raises: the error is logged once for each listener and kind of event. The other listeners are called.
-- A listener is slow: events wait. If too many wait, new ones are dropped, and a warning says how many.
+- A listener is slow: events wait. If too many events wait, new events are dropped, and a warning says how many.
 - A listener never returns: `drain` gives up after `DRAIN_WAIT_S`, and from then on does not wait for that call again.
   The thread is a daemon, so an exiting interpreter does not wait for it.
 - The system grants no thread: events wait until a later call gets one.

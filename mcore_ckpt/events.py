@@ -180,7 +180,7 @@ class Failed(Event):
         operation: what has failed.
         error: the error that the caller gets.
         seconds: the time from the call (of an upload: from the beginning of the try) to the failure.
-        phases: the phases of a save that had begun. The last phase is the one that failed.
+        phases: the phases of a save that had begun. The last phase is the phase that failed.
     """
 
     operation: Literal["save", "load", "upload"]

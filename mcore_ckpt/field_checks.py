@@ -166,7 +166,7 @@ def _meant(text: str, kind: type, optional: bool) -> Any:
 
 
 def _of_python(value: Any) -> Any:
-    """Returns the number or boolean that a scalar of NumPy or torch holds. Returns other values as they are."""
+    """Returns the number or boolean that a scalar of NumPy or torch holds. Returns other values unchanged."""
     try:
         return value.item()
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -222,7 +222,7 @@ def options_of(
         where: the name of the mapping, for messages.
         read: reads the options that are not plain values, by name.
 
-    Raises InvalidArgumentError: `given` is no mapping, an option is unknown, or a value cannot be read.
+    Raises InvalidArgumentError: `given` is not a mapping, an option is unknown, or a value cannot be read.
     """
     if not isinstance(given, Mapping):
         raise InvalidArgumentError(f"{where} is {given!r}: use a mapping of options, such as {{{known[0]!r}: ...}}")

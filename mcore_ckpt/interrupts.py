@@ -1,7 +1,7 @@
 """Distinguishes exceptions that a signal handler has raised in the midst of our code from errors of our code.
 
 A handler of the training (a preemption, an alarm, Ctrl-C) may raise any exception, wherever the main thread is. Such an
-exception is no failure of a save or load, so this package passes it on to the caller unchanged.
+exception does not mean that a save or load has failed, so this package passes the exception on to the caller unchanged.
 """
 
 from __future__ import annotations
@@ -55,4 +55,4 @@ def interrupts_as_themselves() -> Iterator[None]:
         found = next(filter(is_interrupt, chain_of(error, outer)), None)
         if found is None or found is error:
             raise
-        raise found  # noqa: B904 - it has a cause of its own
+        raise found  # noqa: B904 - it has its own cause

@@ -34,7 +34,7 @@ def keep_best_rules(given: object) -> tuple[KeepBest, ...]:
         given: one rule or a list of rules. Each rule is a list of metric, count, and "max" or "min", or a text of these
             three with colons in between. None: no rule.
 
-    Raises InvalidArgumentError: something is no rule, or two rules have the same metric.
+    Raises InvalidArgumentError: something is not a rule, or two rules have the same metric.
 
     Example:
         >>> keep_best_rules(("reward", 3, "max"))

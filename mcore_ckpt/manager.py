@@ -312,8 +312,8 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
-            CheckpointCorruptError: the checkpoint is damaged, and there is no other one to load. The message says
-                whether model and optimizer have changed.
+            CheckpointCorruptError: the checkpoint is damaged, and there is no other checkpoint to load. The message
+                says whether model and optimizer have changed.
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 loaded.
         """
@@ -400,7 +400,7 @@ class CheckpointManager:
         The result is what this rank sees. The ranks do not agree on it, and the checkpoint's bytes are not checked.
 
         Raises:
-            RemoteError: there is no local step, and the store, which may have one, does not answer.
+            RemoteError: there is no local step, and the store, which may have a step, does not answer.
         """
         self._check_process()
         roles, here = (self._trainer.role,), steps.list_steps(self._trainer.root)

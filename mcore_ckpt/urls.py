@@ -24,8 +24,8 @@ def checked_url(url: object) -> str:
     """Returns the URL of a remote store, with `~` replaced by the home folder.
 
     Raises:
-        InvalidTypeError: it is no text.
-        InvalidArgumentError: it is no URL. If it looks like a misspelled URL, the message has the right spelling.
+        InvalidTypeError: `url` is not a text.
+        InvalidArgumentError: `url` is not a URL. If it looks like a misspelled URL, the message has the right spelling.
 
     Example:
         >>> checked_url("s3:/bucket/run")
@@ -48,9 +48,9 @@ def local_path(path: object, name: str) -> Path:
     """Returns a path, with `~` replaced by the home folder.
 
     Raises:
-        InvalidTypeError: it is no path.
-        InvalidArgumentError: it is empty; it is a URL, from which a folder such as `s3:` would be made; or it begins
-            with `~` and a name that no user has.
+        InvalidTypeError: `path` is not a path.
+        InvalidArgumentError: `path` is empty; it is a URL, from which a folder such as `s3:` would be made; or it
+            begins with `~` and a name that no user has.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise InvalidTypeError(f"{name} is {path!r}: use a path, such as '/checkpoints/run'")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mcore_ckpt.errors import InvalidArgumentError
 
-# Permissions of new files and folders, before the umask is applied. They let only the owner and the group write,
+# Permissions of new files and folders, before the umask is applied. These modes let only the owner and the group write,
 # whatever the umask.
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775

@@ -4,8 +4,8 @@ Three things limit a folder: the free bytes of its file system, the number of fi
 the quotas of the user, group or project that the files will belong to.
 
 A save that would have fitted is never refused. So the size of the files to write is a lower bound, and a limit that the
-system does not tell is ignored. `DiskSpace.is_certain` is False if files may take less space than their bytes. It is
-True only for the types of file systems that are exact (`io/file_systems.py`).
+system does not tell is ignored. `DiskSpace.is_certain` is False if files may take less space than their bytes.
+`is_certain` is True only for the types of file systems that are exact (`io/file_systems.py`).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     # number is 0 at the soft limit, although the soft limit may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
-    # Processes with this capability may exceed all quotas except those of XFS.
+    # Processes with this capability may exceed all quotas except the quotas of XFS.
     if not rights.may_exceed_quotas or magic == XFS_MAGIC:
         for quota in quotas:
             where = f"{quota} in the file system of {folder}"

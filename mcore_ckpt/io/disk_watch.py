@@ -200,7 +200,7 @@ def _is_in_call(frame: FrameType) -> bool:
 
 
 def _waits_for_disk(thread: threading.Thread) -> bool:
-    """Returns whether a function of the trainer is in a call that cannot be interrupted, such as one to a disk."""
+    """Returns whether a function of the trainer is in a call that cannot be interrupted, such as a call to a disk."""
     if not _runs_trainer(thread):
         return False
     with suppress(OSError, IndexError):

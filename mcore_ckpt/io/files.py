@@ -266,7 +266,7 @@ def linked_file(folder: Path, name: str) -> Path:
 def read_small(path: Path, most: int) -> bytes:
     """Reads a whole file.
 
-    Raises OSError if the file cannot be opened or is no regular file. Raises CheckpointCorruptError if the file is
+    Raises OSError if the file cannot be opened or is not a regular file. Raises CheckpointCorruptError if the file is
     larger than `most` bytes, or cannot be read.
     """
     with opened(path) as (descriptor, size):

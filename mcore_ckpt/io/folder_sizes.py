@@ -85,7 +85,7 @@ def _look(base: Path, entries: list[_Entry]) -> list[tuple[str, int | None]]:
 
 
 def _size(base: Path, path: str, entry: os.DirEntry[str]) -> int | None:
-    """Returns the size of a file; None if the path is no file, was just deleted, or is a link out of the folder."""
+    """Returns the size of a file; None if the path is not a file, was just deleted, or leads out of the folder."""
     try:
         found = os.stat(inside(base, path)) if entry.is_symlink() else entry.stat(follow_symlinks=False)
     except CheckpointCorruptError:

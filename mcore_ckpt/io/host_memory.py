@@ -123,9 +123,10 @@ def _reserve(nbytes: int, device: int | None) -> _native.HostBuffer:
 class _Preparation:
     """A thread that fetches the pages of a buffer, pins them for the buffer's GPU, and hardly slows the training down.
 
-    The thread takes small pieces, and after each piece pauses for as long as the piece took. It has a low priority. If
-    all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024). Then
-    the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one core.
+    The thread takes small pieces, and after each piece pauses for as long as the piece took. The thread has a low
+    priority. If all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110
+    of 1024). Then the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one
+    core.
     """
 
     def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:

@@ -69,8 +69,8 @@ def parse_mount(line: str) -> Mount:
     mount, _, system = line.partition(" - ")
     point, of_mount = mount.split()[4:6]
     kind, source, of_system = system.split(" ")[:3]
-    # The options of the mount and those of the file system each include `rw` or `ro`. Nothing can be written if either
-    # has `ro`.
+    # The options of the mount and the options of the file system each include `rw` or `ro`. Nothing can be written if
+    # either has `ro`.
     names = [*of_system.split(","), *of_mount.split(",")]
     pairs = (redacted(name).partition("=") for name in names if name != "rw")
     return Mount(kind, redacted(_plain(source)), _plain(point), {name: value for name, _, value in pairs})

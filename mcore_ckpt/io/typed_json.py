@@ -61,7 +61,7 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
     """Returns where the value of each member of a JSON object is, as a range of bytes of `data`.
 
     Returns None if there are spaces around members, if a name occurs twice or has an escape that it does not need, or
-    if the text is no object.
+    if the text is not an object.
     """
     try:
         values = _MEMBERS.decode(data)
@@ -160,7 +160,7 @@ def read_names(data: bytes, place: Place, key: str) -> tuple[str, ...]:
 
 
 def without_spaces(data: bytes) -> bytes:
-    """Returns the same JSON without spaces between its values. Raises FieldError if the text is no JSON."""
+    """Returns the same JSON without spaces between its values. Raises FieldError if the text is not JSON."""
     try:
         return msgspec.json.format(data, indent=-1)
     except _MALFORMED as error:

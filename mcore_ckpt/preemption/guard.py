@@ -114,7 +114,7 @@ class PreemptionGuard:
             InvalidStateError: this guard has been entered before; or, without a trigger file, a rank is not on its main
                 thread, which alone can handle signals. In the second case all ranks raise it.
             InvalidArgumentError: nothing can ever ask for a stop: no rank notes signals, there is no trigger file, and
-                no end of the training's time. All ranks raise it.
+                the training's time has no known end. All ranks raise it.
             AgreementError: a rank is missing.
         """
         if self._has_been_entered:
@@ -155,15 +155,15 @@ class PreemptionGuard:
 
     @property
     def is_requested(self) -> bool:
-        """True if this rank has heard of a request to stop. Reading it asks no other rank and costs nothing.
+        """True if this rank has heard of a request to stop. The property asks no other rank and costs nothing.
 
-        A long rollout can look at it to end early. But only `should_stop` gives the same answer on all ranks.
+        A long rollout can check this property to end early. But only `should_stop` gives the same answer on all ranks.
         """
         return self._request() is not None
 
     @property
     def stopped(self) -> Stopped | None:
-        """How the training was stopped. None if it was not."""
+        """How the training was stopped. None if it was not stopped."""
         return self._stopped
 
     @property

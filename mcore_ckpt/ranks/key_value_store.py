@@ -89,7 +89,7 @@ def unpack(data: bytes) -> Message:
         message = msgspec.json.decode(text)  # the quicker parser, because rank 0 has thousands of messages
     except RecursionError:
         raise ValueError("a message nests its values more deeply than Python can follow") from None
-    except msgspec.MsgspecError as error:  # this is no ValueError before msgspec 0.21
+    except msgspec.MsgspecError as error:  # not a ValueError before msgspec 0.21
         raise ValueError(str(error)) from None
     return message
 

@@ -112,7 +112,7 @@ class Agreement:
             perhaps while a save is still finishing.
 
     Attributes:
-        runner: does this rank's work in each round.
+        runner: the Runner that does this rank's work in each round.
         decided: the record that all ranks got in the last round of the present call, even if this rank was interrupted
             meanwhile.
         is_closed: True once this rank has deleted its keys.
@@ -187,8 +187,8 @@ class Agreement:
     def call(self, topic: str) -> Iterator[None]:
         """Makes all rounds of the `with` block, however many, belong to one call of all ranks.
 
-        A rank may leave the block with its own exception, such as one of a signal handler. The other ranks get the
-        exception in the round that they come to next, and in the next call all ranks begin with the same round. An
+        A rank may leave the block with its own exception, such as an exception of a signal handler. The other ranks get
+        the exception in the round that they come to next, and in the next call all ranks begin with the same round. An
         exception of a signal handler is raised unchanged.
         """
         outer, is_outermost = sys.exc_info()[1], self._rounds is None
@@ -313,7 +313,7 @@ class Agreement:
     def limited(self, seconds: float) -> Iterator[float]:
         """Yields how many seconds the `with` block may wait for something other than a message of a rank.
 
-        If a limit ends that wait, the present round waits no more for other ranks.
+        If a limit ends that wait, the present round does not wait for other ranks any longer.
         """
         began, patience_s = time.monotonic(), self.shortened(seconds)
         try:

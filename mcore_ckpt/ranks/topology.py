@@ -42,7 +42,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The world ranks that hold the same dense tensors as this rank, and the ones that hold the same experts.
+    """The world ranks that hold the same dense tensors as this rank, and the world ranks that hold the same experts.
 
     The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple.
     `groups` is None in a process without process groups.

@@ -128,7 +128,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_changed_buffer(name: str) -> bool:
-    """Returns True for a buffer that training changes, although it is no parameter: a router's bias."""
+    """Returns True for a buffer that training changes, although it is not a parameter: a router's bias."""
     return name.endswith(".router.expert_bias")
 
 

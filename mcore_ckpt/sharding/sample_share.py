@@ -68,7 +68,7 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
         shares: the shares of all ranks, in order.
         rank, size: the new rank, and the new number of ranks.
 
-    Raises InvalidArgumentError: the shares are not those of all ranks of one division, or the ranks are so far apart
+    Raises InvalidArgumentError: the shares do not come from all ranks of one division, or the ranks are so far apart
     that too many samples would have to be listed.
     """
     first = shares[0]
