@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # These names are imported on first use. They need torch, which takes seconds to import, and `mcore-ckpt --help` must
-# not wait for that.
+# not wait for this import.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -36,7 +36,7 @@ CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 class FastTier:
     """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
 
-    With a fast tier, `save` writes to the node's own folder, which is memory or a local disk, and every
+    With a fast tier, `save` writes to the node's own folder, which is in memory or on a local disk. Every
     `durable_every`-th step is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
 
     Attributes:
@@ -139,7 +139,7 @@ class CheckpointConfig:
             not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
             warns if they differ. The trainer waits for this. If not, each save compares small parts of a few tensors,
-            at no measurable cost. The tensors are different ones in each save.
+            at no measurable cost. Each save chooses other tensors.
         load_replicas: how ranks load tensors that are the same on several ranks: the tensors of the model, which data
             and context parallelism replicate, and the tensors of an optimizer that is not distributed. "read": each
             rank reads them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the

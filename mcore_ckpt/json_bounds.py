@@ -17,7 +17,8 @@ SMALL_BYTES = 64 << 10
 # Longer text is held to a stricter bound (`Density.times`).
 LARGE_BYTES = 4 << 20
 # How many bytes of memory a parser takes for a string, a member, an object, a list and a value in a list or object
-# (CPython 3.11 to 3.13, on 64 bits): the objects, their places in what holds them, and a pair for each member.
+# (CPython 3.11 to 3.13, on 64 bits): the objects, their places in the containers that hold them, and a pair for each
+# member.
 _COSTS = (64, 180, 130, 72, 40)
 # The deepest nesting that is allowed. Our own JSON is nested at most 6 deep, and so are configurations of models.
 MOST_DEPTH = 100

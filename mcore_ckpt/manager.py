@@ -68,10 +68,10 @@ class CheckpointManager:
     other ranks.
 
     With `async_save` the constructor starts a low-priority thread that prepares host memory for the copies of the
-    state. If `save` is called before all of the memory is ready, it copies the files that fit into the ready part, and
-    writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for all
-    of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also copies a
-    few bytes from it, so that an installation that cannot copy is refused now.
+    state. If `save` is called before all of the memory is ready, it copies only the files that fit into the ready part.
+    It writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for
+    all of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also
+    copies a few bytes from it, so that an installation that cannot copy is refused now.
 
     Args:
         root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has

@@ -1,8 +1,8 @@
 """Keeps a forked child away from its parent's objects.
 
 A child (a data loader's worker, or a process made by `multiprocessing` or `os.fork`) has a copy of every object, but
-none of the threads. A lock that a thread held at the fork is held for ever in the child, and sockets, locks on files
-and keys in the job's store are still the parent's. So the child must not use these objects, not even at its end, when
+none of the threads. A lock that a thread held at the fork is held for ever in the child. Sockets, locks on files and
+keys in the job's store still belong to the parent. So the child must not use these objects, not even at its end, when
 it runs our exit handlers. For this, the lists of unfinished work are empty in the child, locks are new, and the
 parent's objects refuse to be used.
 """

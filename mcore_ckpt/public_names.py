@@ -11,8 +11,8 @@ from typing import Any
 def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a package that imports each public name from its module on first use.
 
-    Python runs a package's `__init__.py` before any module in it. If that file imported torch, which takes seconds,
-    `mcore-ckpt --help` would wait for that import.
+    Python runs a package's `__init__.py` before any module in it. If `__init__.py` imported torch, which takes seconds,
+    `mcore-ckpt --help` would wait for the import.
 
     Args:
         package: the package's `__name__`.

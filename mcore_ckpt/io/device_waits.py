@@ -5,8 +5,8 @@ cannot be woken up.
 
 Threads ask the GPU whether it is done, with pauses of 20 µs to 1 ms, until a deadline. The deadline is `timeout_s`, or
 ten minutes for the copies of a load, which begin after the load has waited for the training. `cudaDeviceSynchronize`
-and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory, and CUDA has no
-variants of these calls that do not wait. So they run on threads that may be left behind. On an H200 (driver 580),
+and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory. CUDA has no variants
+of these calls that do not wait. So these calls run on threads that may be left behind. On an H200 (driver 580),
 `cudaFree` waits for all work, too, so it is not called. The other calls of `csrc/` did not wait behind a stuck kernel:
 registering memory, making, querying and destroying events and streams, and queueing copies. After a deadline, memory
 that the GPU may still write to is never freed.

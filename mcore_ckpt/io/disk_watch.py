@@ -1,9 +1,9 @@
 """Runs work that uses a file system on its own thread, and gives the work up if a call to the system does not return.
 
-A file system that is frozen, or whose server has gone, gives no answer, not even an error, and nothing wakes a thread
-that waits for it. So while the caller waits, it checks which calls to the system the threads of the work are in. If a
-single call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up, however long
-it takes.
+A file system that is frozen, or whose server has gone, gives no answer, not even an error. Nothing wakes a thread that
+waits for such a file system. So while the caller waits, it checks which calls to the system the threads of the work are
+in. If a single call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up,
+however long it takes.
 """
 
 from __future__ import annotations

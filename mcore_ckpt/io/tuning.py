@@ -92,7 +92,7 @@ REMOTE_GAP_BYTES = 256 << 10
 PEER_BYTES = 4 << 20
 PEER_THREADS = 4
 
-# Some file systems free a deleted file's bytes a moment later, so a save with too little space is refused only once the
+# Some file systems free a deleted file's bytes a moment later. So a save with too little space is refused only when the
 # free space has not grown for SPACE_SETTLES_S seconds. While a step is being deleted, perhaps by another process, this
 # time is DELETION_SHOWS_S seconds instead. SPACE_POLL_S is the pause between two looks at the free space, in seconds.
 SPACE_SETTLES_S = 0.5

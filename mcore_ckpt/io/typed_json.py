@@ -5,10 +5,10 @@ memory holds only one piece, and the values that the caller keeps.
 
 A piece has about 64 KiB. Numbers are kept packed. To find a name that occurs twice, the decoded values are encoded
 again. If the original text is longer, its names are checked. All other JSON of files, and every message of more than 64
-KiB, passes `json_bounds.py`, which counts the characters that begin or end values, and compares the counts with the
-size of the text. Honest text has few of these characters. Text that is not ASCII is decoded so that one emoji does not
-make each character take four bytes. Compressed messages that may become too large are first decompressed only to count
-the bytes.
+KiB, passes `json_bounds.py`. That module counts the characters that begin or end values, and compares the counts with
+the size of the text. Honest text has few of these characters. Text that is not ASCII is decoded so that one emoji does
+not make each character take four bytes. Compressed messages that may become too large are first decompressed only to
+count the bytes.
 """
 
 from __future__ import annotations

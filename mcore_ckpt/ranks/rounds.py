@@ -469,7 +469,7 @@ def decide(
             round_ = agreement.begin(topic, name, timeout_s)
         except BaseException as interrupt:
             # If the round has no name, `call` tells the other ranks. A CheckpointError or RuntimeError means that this
-            # is a forked child, or that the store is lost, so that nobody can be told.
+            # is a forked child, or that the store is lost. Then nobody can be told.
             if name is not None and not isinstance(interrupt, (CheckpointError, RuntimeError)):
                 agreement.fail_next_round(topic, interrupt, name)
             raise

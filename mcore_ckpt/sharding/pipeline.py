@@ -26,7 +26,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """The fields of megatron's TransformerConfig that decide which stage has which layers.
+    """The fields of megatron's TransformerConfig that place the layers on the stages.
 
     `layout` is `pipeline_model_parallel_layout` or `hybrid_layer_pattern` as tuples of words (embedding, decoder, mtp,
     loss), one tuple per virtual stage. The tuples of virtual stage 0 of all ranks precede the tuples of virtual stage
