@@ -134,7 +134,7 @@ class Delivery:
         return False
 
     def close(self) -> None:
-        """Drains, and lets the thread end. Later events, such as events of an upload, are still delivered."""
+        """Drains, and lets the thread end. Later events, such as events of a continuing upload, are still delivered."""
         if self._listeners:
             self.drain()
             with self._changed:
