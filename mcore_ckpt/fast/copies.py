@@ -215,7 +215,7 @@ class Copies:
         with self._agreement.limited(self._agreement.timeout_s * 3 / 4) as patience_s:
             deadline = time.monotonic() + patience_s
             fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
-            results = results_of(missing, fetch, tuning.PEER_THREADS, are_long=True)
+            results = results_of(missing, fetch, tuning.PEER_THREADS)
         problems = [problem for problem in results if problem is not None]
         with suppress(FileNotFoundError):  # the step was deleted meanwhile, which `problems` says
             sync_names(attempt.role_dir, [manifest.files[position].path for position in missing])
