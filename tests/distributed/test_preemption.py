@@ -221,7 +221,7 @@ def test_a_rank_whose_machine_goes_waits_for_a_dead_rank_only_until_then(waits_i
 
 
 def test_if_the_machine_outlives_its_deadline_the_training_still_stops_at_one_step(
-    shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step may take longer than the deadline. Then nothing more is saved, and nobody gives up another rank."""
     caplog.set_level(logging.WARNING)
