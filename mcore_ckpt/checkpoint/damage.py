@@ -26,8 +26,8 @@ class Damage:
         rank: the world rank that wrote the file; None if it is unknown.
         tensor: the key of the damaged tensor; None if the damage is not known to be in a tensor.
         span: the damaged bytes `[start, stop)` of the file; None if they are unknown.
-        unreadable: True if this process is not allowed to read the file, so that it cannot find out whether the file is
-            damaged.
+        unreadable: True if this process is not allowed to read the file. Then the process cannot find out whether the
+            file is damaged.
     """
 
     problem: str
@@ -39,7 +39,7 @@ class Damage:
 
     @staticmethod
     def of(error: Exception, file: str, rank: int | None = None) -> Damage:
-        """Makes a `Damage` of the error that `checkpoint.reading` has raised for a file."""
+        """Makes a `Damage` from an error that `checkpoint.reading` has raised for a file."""
         return Damage(str(error), file, rank, unreadable=isinstance(error.__cause__, PermissionError))
 
 

@@ -16,18 +16,19 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# In a root, a remote store or a folder of `run_home`: the identity of the run that owns the place.
+# This file in a root, in a remote store or in a folder of `run_home` holds the identity of the run that owns the place.
 RUN_FILE = ".run.json"
-# Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
+# This file exists only in staging folders. It is a manifest of the files from which the same save exports its
+# HuggingFace model.
 WRITTEN_FILE = ".written.json"
-# The record of the index in a `.pt` file of this package, which is a zip archive.
+# A `.pt` file of this package is a zip archive. This is the name of the record in it that contains the index.
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
 # The folders, relative to a role's folder, that can hold config.json and the tokenizer. This package and verl write the
-# first folder, and verl up to 0.4 wrote the second. Other programs put these files into the folder of the weights,
-# which is the third. The fourth is verl's folder if the role's folder is the `dist_ckpt` next to it.
+# first folder, and verl up to 0.4 wrote the second. The third is the role's folder itself, in which other programs put
+# these files next to the weights. The fourth is verl's folder next to `dist_ckpt`, if `dist_ckpt` is the role's folder.
 _CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
 # The folder of the adapters in HUGGINGFACE_DIR. verl (0.9) writes this folder, too.
 ADAPTER_DIR = "adapter"
@@ -36,8 +37,8 @@ MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
-# The folder of all parts of a step. It contains a folder for each part, and this contains a folder for each rank that
-# saved files for the part.
+# The folder of all parts of a step. It contains a folder for each part. The folder of a part contains a folder for each
+# rank that saved files for the part.
 PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
@@ -66,9 +67,9 @@ _PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
-# Matches the file, in a step's folder, of metrics that were set after the save of a role's checkpoint.
+# Matches the name of a file, in a step's folder, with metrics that were set after a role's checkpoint was saved.
 _METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
-# Matches an optimizer's folder that retention has taken out of a checkpoint, and whose files it is removing.
+# Matches the name of an optimizer's folder that retention has taken out of a checkpoint, to remove the folder's files.
 _DROPPED_DIR = re.compile(r"\.optim\.dropped-[0-9a-f]+")
 _TRIAL_DIR = re.compile(r"\.doctor-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
@@ -100,7 +101,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the step folders below `root` for each step; the folder called `global_steps_<step>` is the first."""
+    """Returns the folders of each step below `root`, by step. A folder called `global_steps_<step>` comes first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:
@@ -108,7 +109,7 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
 
 
 def step_dirs_among(root: Path, entries: Iterable[os.DirEntry[str]]) -> dict[int, list[Path]]:
-    """Returns the same as `step_dirs`, from a listing of `root`."""
+    """Returns what `step_dirs` returns. `entries` is a listing of `root`."""
     found: dict[int, list[Path]] = {}
     for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
         match = _STEP_DIR.fullmatch(entry.name)
@@ -141,10 +142,10 @@ def parse_step(name: str) -> int | None:
 
 
 def step_root(role_dir: Path, role: str, step: int) -> Path | None:
-    """Returns the root that a role's folder is below. Returns None if the folder does not belong to a step.
+    """Returns the root above a role's folder. Returns None if the folder does not belong to a step.
 
-    A role's folder is `<root>/<step>/<role>`. In steps of verl's SFT trainer it is `<root>/<step>` itself, because
-    these steps have only one role.
+    A role's folder is `<root>/<step>/<role>`. In a step of verl's SFT trainer, the role's folder is `<root>/<step>`
+    itself, because such a step has only one role.
 
     Raises InvalidArgumentError if the folder belongs to another step.
     """
@@ -213,18 +214,18 @@ def uploading_dir(role_dir: Path, attempt: str) -> Path:
 
 
 def metrics_file(place: Path, role: str, attempt: str) -> Path:
-    """Returns the file with the metrics of a role's checkpoint that were set after its save.
+    """Returns the file with the metrics that were set after a role's checkpoint was saved.
 
     Args:
-        place: the step's own folder.
+        place: the step's folder.
         role: the role.
-        attempt: the id of the save. Files of metrics with the id of an earlier save are ignored.
+        attempt: the id of the save. Readers ignore files of metrics with the id of an earlier save.
     """
     return place / f".{role}.metrics-{attempt}.json"
 
 
 def parse_metrics_file(name: str) -> tuple[str, str] | None:
-    """Returns the role and the attempt that a file of metrics has in its name; None for any other name."""
+    """Returns the role and the attempt in the name of a file of metrics; None for any other name."""
     match = _METRICS_FILE.fullmatch(name)
     return None if match is None else (match.group(1), match.group(2))
 
@@ -240,7 +241,7 @@ def is_dropped_dir(name: str) -> bool:
 
 
 def partial_file(path: Path) -> Path:
-    """Returns the hidden file into which a copy of another node's file is written until it is complete."""
+    """Returns the hidden file into which a copy of another node's file is written until the copy is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -258,7 +259,7 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
 def run_home(node_folder: Path, root: Path) -> Path:
     """Returns the folder, below a node's folder, for the identity of a root's run.
 
-    Several roots may use the same node's folder, so each has a separate folder for its identity.
+    Several roots may use the same node's folder, so each root has a separate folder for the identity of its run.
     """
     return node_folder / f".run-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}"
 
@@ -284,7 +285,7 @@ def is_deleted_dir(name: str) -> bool:
 
 
 def trial_dir(root: Path, attempt: str) -> Path:
-    """Returns the folder in which `mcore-ckpt doctor` tries the abilities of the file system."""
+    """Returns the folder in which `mcore-ckpt doctor` tries what the file system can do."""
     return root / f".doctor-{attempt}"
 
 
@@ -321,7 +322,7 @@ def parse_tracker(text: str) -> int | None:
 
 
 def model_file(tp: int, pp: int) -> str:
-    """Returns the path, below a role's folder, of a model file with all tensors, or with all except the experts."""
+    """Returns the path, below a role's folder, of a model file with all tensors, or with all tensors except experts."""
     return f"{MODEL_DIR}/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
 
 
@@ -346,12 +347,12 @@ def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
 
 
 def part_dir(part: str, rank: int) -> str:
-    """Returns the path of the folder with what one rank has saved for a part of the step."""
+    """Returns the path of the folder with the files that one rank has saved for a part of the step."""
     return f"{PARTS_DIR}/{part}/rank_{rank:05d}"
 
 
 def parse_part(path: str) -> tuple[str, int, str] | None:
-    """Returns the part, the rank and the path below `part_dir` from the path of a part's file; None for other paths."""
+    """Splits the path of a part's file into part, rank and path below `part_dir`. Returns None for any other path."""
     match = _PART_PLACE.fullmatch(path)
     return (match.group(1), int(match.group(2)), match.group(3)) if match else None
 
@@ -371,11 +372,11 @@ def check_part(name: str) -> str:
 
 
 def problem_of_names(folder: Path, paths: Iterable[str]) -> str | None:
-    """Returns why a manifest cannot list files, and what to do; None if it can list them.
+    """Returns why a manifest cannot list some files, and what the user can do; None if it can list all of them.
 
     Args:
         folder: the folder that the paths are relative to.
-        paths: the paths of the files, and of folders that must have names of the same kind.
+        paths: the paths of the files, and of folders whose names must follow the same rules.
     """
     seen = set[str]()
     for path in paths:

@@ -28,7 +28,7 @@ _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 # Version 2 has coded shards and bound state. An index without these is still written as version 1, which older readers
 # can read, too.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
-# The stored dtypes of coded shards, by the field that names their coding.
+# The dtypes that coded shards can be stored in, by the member of the entry that names the coding.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 
@@ -81,7 +81,7 @@ class Crcs(Sequence[int]):
 
 @dataclass(frozen=True)
 class Alias:
-    """A shard without its own bytes. Its bytes are stored under the key `(key.name, same_as)`."""
+    """A shard whose bytes are stored under another key: `(key.name, same_as)`."""
 
     key: ShardKey
     same_as: str
@@ -127,7 +127,7 @@ def encode_index(index: FileIndex) -> bytes:
 class IndexTemplate:
     """An encoded index without its CRCs, which are the only part that changes from save to save.
 
-    The shards of `index` are in the order of the file, and their CRCs are empty.
+    `index` lists the shards in the order in which the file has them. Each shard has an empty list of CRCs.
     """
 
     def __init__(self, index: FileIndex) -> None:
@@ -225,10 +225,11 @@ _PIECES: msgspec.json.Decoder[tuple[tuple[_Offsets, _Offsets, _Offsets], ...]] =
 
 
 def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | None = None) -> FileIndex:
-    """Decodes an index and checks its numbers. Raises FieldError if it is no index, or contradicts itself.
+    """Decodes an index and checks its numbers. Raises FieldError if `data` are not an index, or contradict themselves.
 
     Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
-    `regions` holds the regions that are already decoded, if an index is decoded in parts.
+    `file` is the file's path in the manifest. If an index is decoded in parts, `regions` holds the regions of earlier
+    parts.
     """
     text, places = data, typed_json.members(data)
     if places is None:

@@ -27,7 +27,8 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
-# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10.
+# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10
+# kinds.
 _MOST_KINDS = 64
 # The text of an index before the aliases, between the aliases and the shards, and between the shards and the version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
@@ -35,7 +36,7 @@ _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 
 
 class IndexEntries:
-    """The index of a file. A tensor's entries are decoded when they are asked for.
+    """The index of a file. A tensor's entries are decoded when a caller asks for the tensor.
 
     The constructor checks that no tensor is in the index twice, and that no two shards overlap. The CRC of the data
     must have been checked. `file` is the path in the manifest, and `path` is the path or URL for messages.
@@ -74,7 +75,7 @@ class IndexEntries:
             raise CheckpointCorruptError(f"{self._path}: index: {error}") from None
 
 
-# For each entry of a tensor: the number of its kind, and its first and last position in the text.
+# Three numbers for each entry of a tensor: the number of the entry's kind, and the start and end of the entry's text.
 _Places = tuple[int, ...]
 
 
@@ -117,7 +118,7 @@ def _are_apart(offsets: Sequence[int], sizes: Sequence[int], payload_end: int) -
 
 
 def _text_of(data: bytes, places: _Places, middle: int, behind: bytes) -> bytes:
-    """Returns the text of an index that has only these entries."""
+    """Returns the text of an index that has only the entries at `places`."""
     parts: tuple[list[bytes], list[bytes]] = [], []
     for start, end in zip(places[1::3], places[2::3], strict=True):
         parts[start > middle].append(data[start:end].rstrip(b","))

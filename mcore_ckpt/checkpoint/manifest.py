@@ -25,14 +25,16 @@ from mcore_ckpt.io.typed_json import LongList, Natural
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
-# The newest version. A manifest has the oldest version that can express it, so that older readers can read it, too.
+# The newest version of the format. Each manifest is written in the oldest version that can express its contents, so
+# that older readers can read it, too.
 FORMAT_VERSION = 2
 
 # The longest name, in bytes, that Linux accepts between two slashes of a path.
 _MOST_NAME_BYTES = 255
 
 
-# Each part of a step, with the ranks that have saved something for it, as inclusive runs.
+# By the name of each part of a step: the ranks that have saved files for the part, as runs `(first, last)`, `last`
+# included.
 Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
@@ -50,10 +52,10 @@ class StageRecord:
     mtp: tuple[int, ...]
 
 
-# A manifest has tens of thousands of objects of the next two classes. Dataclasses would take ten times as long to make,
-# and Python's garbage collector would look at each of them.
+# A manifest has tens of thousands of objects of the next two classes. Objects of dataclasses would take ten times as
+# long to make, and Python's garbage collector would visit each object.
 class IndexPlace(msgspec.Struct, frozen=True, gc=False):
-    """The place of an index in its file, in bytes, the CRC-32 of the index, and the version of its format."""
+    """The place (`offset` and `size` in bytes), the CRC-32 and the format version of a file's index."""
 
     offset: int
     size: int
@@ -110,7 +112,7 @@ class WrittenFile:
 
 
 class _Rank(msgspec.Struct, gc=False):
-    """A rank's coordinates, as the manifest spells them. The members are in the order of the text."""
+    """A rank's coordinates, as the manifest spells them. The members are in the order of the JSON text."""
 
     cp: Natural
     dp: Natural
@@ -167,7 +169,7 @@ class Manifest:
 
     @property
     def format_version(self) -> int:
-        """The version of the format that a reader needs."""
+        """The format version that a reader of the manifest must support."""
         return max((file.index.version for file in self.files if file.index is not None), default=1)
 
     @property
@@ -212,7 +214,7 @@ class ManifestSummary:
 
     @property
     def number(self) -> int:
-        """The number of the checkpoint's commit; the step for checkpoints of older versions, which have no commit."""
+        """The number of the checkpoint's commit. For a checkpoint of an older version, without a commit: the step."""
         return self.step if self.commit is None else self.commit.number
 
 
@@ -227,7 +229,7 @@ def encode_readable(manifest: Manifest) -> bytes:
     Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
 
     The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.
-    After that, the checks use the ranks, files and tensors of `manifest`, so that the decoded ones need not be kept.
+    The later checks use the ranks, files and tensors of `manifest`, so they need no decoded copies of these.
     """
     ranks, entries = _ranks_of(manifest), _entries_of(manifest)
     data = _encode(manifest, ranks, entries)
@@ -321,9 +323,9 @@ def _checked_members(data: bytes) -> Members:
 
 
 def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
-    """Reads a manifest. If `known` is given, the ranks, tensors and files are taken from it, and not from the text.
+    """Reads a manifest. If `known` is given, takes the ranks, tensors and files from `known`, not from the text.
 
-    The caller must have checked that those of the text are equal.
+    The caller must have checked that the text has the same ranks, tensors and files.
     """
     record = members.small
     versions = fields.get_dict(record, "versions")
@@ -415,7 +417,7 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
         parts[name], least = [], 0
         for run in fields.get_list(record, name):
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
-            # These ranks are those of the original save. A step that was resharded since then may have fewer ranks.
+            # These are the ranks of the original save. If the step was resharded later, it may have fewer ranks now.
             if not least <= first <= last < limits.PART_RANKS:
                 raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
             parts[name].append((first, last))
@@ -477,7 +479,7 @@ def _check_topology(manifest: Manifest) -> None:
     most = dict(zip(_AXES, map(max, zip(*map(_coordinates_in_order, ranks), strict=True)), strict=True))
     for number, rank in enumerate(ranks):
         if all(most[name] < sizes[name] for name in _AXES):
-            break  # true for nearly all manifests, in which no rank need be looked at
+            break  # true for nearly all manifests: their ranks need not be checked one by one
         if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 

@@ -1,8 +1,8 @@
 """Cuts the bytes of `manifest.json` into its members, and decodes large members quickly for thousands of ranks.
 
-A large manifest consists mostly of the entries of its files, and such an entry mostly of its `holds`. Many files hold
-the same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
-objects besides the result, and let other threads, such as the training, run in between.
+Most of a large manifest is the entries of its files. Most of such an entry is `holds`, the list of the tensors in the
+file. Many files hold the same tensors, so each distinct `holds` is encoded once and decoded once. Encoding and decoding
+make no large objects besides the result, and let other threads, such as the training, run in between.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ _FILES, _CHECKSUM, _PLACEMENT = "files", "crc32", "placement"
 # The members whose size grows with the number of ranks, tensors and files.
 _LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
-# How many files' entries are joined at a time.
+# How many entries of files are encoded at a time.
 _ENTRIES = 512
-# Triples (member, text, bytes): each occurrence of the text in the member counts as so many bytes. A large manifest is
-# refused if the sum is larger than its size, because its Python objects would take more than five times that size. The
-# texts count the files, the tensors' names and the nodes' names (two quotes each), and the nodes' numbers. The shortest
-# entry is that of a part's file: 80 bytes with the shortest names.
+# Triples (member, text, bytes): each occurrence of `text` in the member counts as `bytes` bytes. A large manifest is
+# refused if the sum is larger than the manifest, because its Python objects would take more than five times the size of
+# the manifest. The texts stand for files, for the names of tensors and nodes (two quotes each), and for the numbers of
+# nodes. The file of a part has the shortest entry: 80 bytes with the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
-# Stands for the number of tensors if the runs do not ascend.
+# The value of `Holds._count` if the runs do not ascend.
 _OUT_OF_ORDER = -1
 
 
 class Holds(Sequence[tuple[int, int]]):
-    """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory.
+    """The tensors in a file: runs `(first, last)` of positions in the manifest's `tensors`, `last` included.
 
-    The runs do not change. So their number of tensors and their text are computed only once for all saves.
+    A run takes 8 bytes of memory. The runs do not change, so the number of tensors in them and their JSON text are
+    computed only once for all saves.
     """
 
     __slots__ = ("_count", "_text", "ends")
@@ -85,7 +86,10 @@ class Holds(Sequence[tuple[int, int]]):
         return f"Holds({list(self)})"
 
     def count_of(self, tensors: int) -> int | None:
-        """Returns the number of tensors in the file; None if runs do not ascend or exceed the number of all tensors."""
+        """Returns the number of tensors in the file. `tensors` is the number of all tensors in the manifest.
+
+        Returns None if the runs do not ascend, or if a position is not below `tensors`.
+        """
         if not self.ends:
             return 0
         if self._count is None:
@@ -110,7 +114,7 @@ NO_TENSORS = Holds()
 
 
 class _Index(msgspec.Struct, gc=False, omit_defaults=True):
-    """The index of a file, as the manifest spells it. The members are in the order of the text."""
+    """The index of a file, as the manifest spells it. The members are in the order of the JSON text."""
 
     crc32: Natural
     offset: Natural
@@ -121,7 +125,7 @@ class _Index(msgspec.Struct, gc=False, omit_defaults=True):
 class Entry(msgspec.Struct, gc=False, kw_only=True):
     """The entry of a file, as the manifest spells it.
 
-    The members are in the order of the text. A file without index has no `holds`.
+    The members are in the order of the JSON text. A file without an index has no `holds`.
     """
 
     crc32: Natural
@@ -150,10 +154,12 @@ _SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
 class Members:
     """The members of a manifest.
 
-    The members that grow with the ranks, tensors and files are decoded when they are asked for.
+    The large members, which grow with the ranks, tensors and files, are decoded when a caller asks for them.
 
     Attributes:
-        small: the decoded values of the other members.
+        data: the text of the manifest.
+        places: by the name of a member, the range of bytes of its value in `data`.
+        small: the decoded values of the members that are not large.
         is_intact: whether the checksum is right. If it is wrong, the large members cannot be read.
     """
 
@@ -172,15 +178,15 @@ class Members:
             yield entry, _holds_of(entry, known)
 
     def objects(self, name: str, of: LongList[T]) -> Iterator[T]:
-        """Yields the objects in a list. Raises FieldError."""
+        """Yields the objects in the member `name`, which is a list. Raises FieldError."""
         return of.read(self.data, self._place(name))
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Returns a list of printable names. Raises FieldError."""
+        """Returns the printable names in the member `name`, which is a list. Raises FieldError."""
         return typed_json.read_names(self.data, self._place(name), name)
 
     def text(self, name: str) -> bytes | None:
-        """Returns the text of a member; None if there is none."""
+        """Returns the text of a member; None if the manifest does not have the member."""
         return self.data[slice(*self.places[name])] if name in self.places else None
 
     def _place(self, name: str) -> Place:
@@ -220,8 +226,8 @@ def _decoded(text: bytes) -> Holds:
 def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
     """Encodes a manifest as one line of canonical JSON with a checksum.
 
-    `record` has all members but `files` (`entries`) and `crc32`. `record` must have a member whose name sorts before
-    `crc32`.
+    `record` has all members except `files`, which is made from `entries`, and `crc32`, which is computed. `record` must
+    have a member whose name sorts before `crc32`.
     """
     head = b"{" + _texts(record, lambda name: name < _CHECKSUM)
     middle = _texts(record, lambda name: _CHECKSUM < name < _FILES)
@@ -234,7 +240,8 @@ def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
 
 
 def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
-    # The quicker encoder is used for members that consist of names and whole numbers. Both encoders encode these alike.
+    # The quicker encoder is used for the large members. These consist of names and whole numbers, which both encoders
+    # encode alike.
     encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
     return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
 
@@ -247,8 +254,8 @@ def _entry_texts(entries: Sequence[Entry]) -> Iterator[bytes]:
 def read(data: bytes) -> Members:
     """Finds the members of a manifest that `encode` has encoded.
 
-    Reads the same JSON in any other spelling, too, if its canonical form has the checksum. Raises FieldError if the
-    data are not a JSON object, or have more values than their size allows.
+    Also reads the same JSON in another spelling, if the checksum is right for the canonical form of the JSON. Raises
+    FieldError if the data are not a JSON object, or have more values than their size allows.
     """
     if (found := _canonical(data)) is not None and found.is_intact:
         return found
@@ -257,7 +264,8 @@ def read(data: bytes) -> Members:
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except fields.FieldError:
-        # Data in the form of `encode` are returned even if they are not JSON as a whole. Their `is_intact` is False.
+        # If the data have the form that `encode` writes, their members are returned even if the data as a whole are not
+        # JSON. Then `is_intact` is False.
         if found is not None:
             return found
         raise
@@ -267,7 +275,7 @@ def read(data: bytes) -> Members:
 
 
 def _canonical(data: bytes) -> Members | None:
-    """Returns the members if the data look as if `encode` had returned them; None otherwise."""
+    """Returns the members if the data have the form that `encode` writes; None otherwise."""
     view = memoryview(data)
     places = typed_json.members(view[:-1]) if data.endswith(b"}\n") else None
     if places is None or _CHECKSUM not in places:
@@ -286,7 +294,7 @@ def _canonical(data: bytes) -> Members | None:
 
 
 def decode_sizes(data: bytes) -> dict[str, int] | None:
-    """Decodes only the sizes of the files, by their paths, which is faster than to decode all of a large manifest.
+    """Returns the size of each file in bytes, by path. This is faster than decoding all of a large manifest.
 
     Returns None if the data must be decoded completely: they are damaged, or `encode` has not written them, or the
     manifest has a placement, so that files may be on other nodes.

@@ -1,7 +1,7 @@
-"""Metrics of a checkpoint, such as its reward: names with finite numbers, by which retention finds the best steps.
+"""Reads the metrics of a checkpoint, such as its reward. Retention uses the metrics to find the best steps.
 
-The manifest contains the metrics that are known at the save. Later metrics are in a small file of the step
-(`steps/later_metrics.py`).
+A metric is a name with a finite number. The manifest contains the metrics that are known at the save. Later metrics are
+in a small file of the step (`steps/later_metrics.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 
-# A listing of thousands of steps reads the metrics of all these steps. So a checkpoint has few metrics, with short
-# names.
+# A listing may read the metrics of thousands of steps. So a checkpoint may have only a few metrics, with short names.
 MOST_METRICS = 256
 _NAME_LENGTH = 256
 

@@ -1,16 +1,16 @@
 """Describes what a model computes with its tensors: the fields of its configuration that the tensors do not show.
 
-Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
-keeps these facts, and a load compares them. This module only reads attributes: of the configs of megatron-core 0.15 to
-0.19, of Megatron-Bridge's providers, which have more fields, and of the configs that transformers gives to vision
-towers.
+For example, a model with four heads of size 8 and a model with two heads of size 16 have tensors of the same shapes,
+and so have models with different kinds of rotary embeddings. So a checkpoint keeps these facts, and a load compares
+them. This module only reads attributes: of the configs of megatron-core 0.15 to 0.19, of Megatron-Bridge's providers,
+which have more fields, and of the configs that transformers gives to vision towers.
 
-All fields that the model reads are stored, not only those that differ from their defaults, because another megatron may
-have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, GPTModel
-does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Tools that cut
-tensors by the `config.json` of a checkpoint (`merge`, a conversion for another trainer, the export of a save) first
-compare that file with these facts (`models/stated_facts.py`). They refuse a file with other heads, because the rows
-would be in another order.
+All fields that the model reads are stored, not only those that differ from their defaults, because another version of
+megatron may have other defaults. The rotary frequencies are read from the live tensor: HybridModel does not keep the
+base, GPTModel does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Some
+tools cut tensors by the `config.json` of a checkpoint: `merge`, a conversion for another trainer, and the export of a
+save. These tools first compare `config.json` with the facts (`models/stated_facts.py`). They refuse a `config.json`
+with other heads, because the rows would be in another order.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Facts = Mapping[str, Any]
 
 _Values = Callable[[str], Any]
 
-# Takes the place of a default: if such a field is missing, its value is unknown and is not compared.
+# The default of a field whose value is unknown if the field is missing. An unknown value is not compared.
 _UNKNOWN = object()
 
-# Every fact, with the value that megatron uses if its version lacks the field. The facts of a kind of model are kept,
-# and compared, only for models of this kind: for example, the config of a dense model also has a number of experts per
-# token, which nothing reads.
+# Every fact, by kind of model, with the value that megatron uses if its version lacks the field. The facts of a kind
+# are kept and compared only for models of this kind (`_KINDS`). For example, the config of a dense model also has a
+# number of experts per token, but nothing reads this number.
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "any": {
         "num_attention_heads": _UNKNOWN,
@@ -60,7 +60,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "is_hybrid_model": False,
         "mtp_use_repeated_layer": False,
         "use_mup": False,
-        # The mask is read from the first layer's attention, because the layer spec sets it, and not the config.
+        # The mask is read from the first layer's attention, because the layer spec sets the mask; the config does not.
         "attn_mask_type": _UNKNOWN,
         # Fields of Megatron-Bridge's providers of Gemma, Falcon-H1, MiMo, Step-3.5 and Qwen3-Omni.
         "attn_logit_softcapping": None,
@@ -206,14 +206,14 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "mup": lambda of: bool(of("use_mup")),
 }
 
-# Facts that a longer context changes on purpose, and facts that only the training reads.
+# Facts that may differ on purpose: a longer context changes them, or only the training reads them.
 _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # Facts that a longer context may also change, but only from one of these values to another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
-# The frequencies follow from these fields. If one of these fields differs, only that difference is reported, and not
-# that of the frequencies.
+# The frequencies follow from these fields. If one of these fields differs, the field is reported, and a difference of
+# the frequencies is not.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
 # A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one class can be loaded into the other.
 # So these fields are not compared between the two. The layers are compared when the tensors are matched
@@ -234,9 +234,9 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class DifferentFact:
-    """A fact in which a checkpoint's model and another differ.
+    """A fact in which a checkpoint's model and another model differ.
 
-    `may_change`: whether it may differ on purpose, for a longer context.
+    `may_change`: whether the fact may differ on purpose, for a longer context.
     """
 
     name: str
@@ -254,14 +254,14 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
     """Returns the facts of one language model, or of one tower.
 
     `transformer` is megatron's `TransformerConfig`, another config with such fields, or the fields as a mapping.
-    `arguments` are those of megatron's model, such as `rotary_base`.
+    `arguments` are the arguments of megatron's model, such as `rotary_base`.
     """
 
     def raw(name: str) -> Any:
         is_mapping = isinstance(transformer, Mapping)
         found = transformer.get(name, _UNKNOWN) if is_mapping else getattr(transformer, name, _UNKNOWN)
         given = arguments.get(name)
-        # Latent attention rotates as the fields say, whatever the arguments are (`MultiLatentAttention`, 0.16 to 0.19).
+        # Latent attention rotates by these fields and ignores the arguments (`MultiLatentAttention`, 0.16 to 0.19).
         overrides = name not in _FIELDS_OF_LATENT or found is _UNKNOWN or not raw("multi_latent_attention")
         return given if given is not None and overrides else found
 
@@ -298,7 +298,8 @@ def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
 def hidden_differences(saved: Facts, live: Facts) -> list[DifferentFact]:
     """Returns the facts that differ and that no tensor shows.
 
-    Tensors show whether the head shares the embedding. This may differ between a critic and its language model.
+    Leaves out whether the output head shares the embedding. Tensors show this fact, and a critic may differ in it from
+    its language model.
     """
     return [each for each in different_facts(saved, live) if not each.name.endswith(_SHOWN_BY_TENSORS)]
 
@@ -342,7 +343,7 @@ def _are_alike(name: str, left: Any, right: Any) -> bool:
 
 
 def _of_same_depth(pattern: str, other: str) -> str:
-    """Returns a pattern, without its depths of multi-token prediction if the other pattern has no depths."""
+    """Returns `pattern`. Removes its depths of multi-token prediction if `other` has no such depths."""
     return pattern if "/" in other else pattern.partition("/")[0]
 
 
@@ -355,7 +356,7 @@ def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it. A function, enum or other object becomes its name, or "unknown"."""
+    """Returns a value in the types of JSON. A function, enum or other object becomes its name, or "unknown"."""
     if value is None or value is _UNKNOWN or isinstance(value, (bool, int, str)):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, float):
@@ -430,7 +431,7 @@ def _pre_softmax(of: _Values, value: Any) -> Any:
 
 
 def _sinkhorn(of: _Values, kind: Any) -> Any:
-    """Returns the only kind of load balancing that changes which experts a token goes to; None for all other kinds."""
+    """Returns "sinkhorn", the only kind of load balancing that changes a token's experts; None for all other kinds."""
     return "sinkhorn" if kind == "sinkhorn" or (isinstance(kind, (list, tuple)) and "sinkhorn" in kind) else None
 
 
@@ -442,13 +443,13 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # For tokens that are not padding, a mask that also hides padding computes the same as one that does not.
+    # For tokens that are not padding, a mask that also hides padding computes the same as a mask that does not hide it.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,
     "moe_router_topk_scaling_factor": lambda of, factor: None if factor == 1 else factor,
     "dsa_indexer_k_norm_epsilon": lambda of, epsilon: of("layernorm_epsilon") if epsilon is None else epsilon,
-    # Not every trainer sets `is_hybrid_model`, so a pattern of layers counts, too.
+    # Not every trainer sets `is_hybrid_model`, so a model with a pattern of layers counts as hybrid, too.
     "is_hybrid_model": lambda of, is_hybrid: bool(is_hybrid) or isinstance(of("hybrid_layer_pattern"), str),
     "hybrid_layer_pattern": lambda of, pattern: pattern.replace("|", "") if isinstance(pattern, str) else pattern,
 }

@@ -16,7 +16,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import typed_json
 from mcore_ckpt.io.typed_json import LongList, Natural
 
-# The entries of `files`: a number of successive files that are on the same nodes, and the numbers of these nodes.
+# An entry of `files` says how many successive files are on the same nodes, and lists the numbers of these nodes.
 _RUNS: LongList[tuple[int, tuple[int, ...]]] = LongList(tuple[Natural, tuple[Natural, ...]], b"]],[")
 _COUNT: msgspec.json.Decoder[int] = msgspec.json.Decoder(Natural)
 
@@ -30,7 +30,7 @@ class Placement:
         by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first of
             these nodes has written the file. The other nodes have written the same bytes, or get a copy while the
             training goes on.
-        save_count: how many saves into the fast tier the training has begun, this one included.
+        save_count: how many saves into the fast tier the training has begun, including the save of this checkpoint.
     """
 
     nodes: tuple[str, ...]

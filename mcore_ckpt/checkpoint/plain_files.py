@@ -26,7 +26,7 @@ def pickle_plain(value: Mapping[str, Any]) -> bytes:
 def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
     """Returns the bytes of a small `.pt` file with these values.
 
-    Skips the check, which would take several times as long.
+    Skips the check, which would take several times as long as the pickling.
     """
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -34,9 +34,9 @@ def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
 
 
 def check_plain(data: bytes) -> bytes:
-    """Returns the bytes of a small `.pt` file.
+    """Checks and returns `data`, the bytes of a small `.pt` file.
 
-    Raises ValueError if the file is too large, or if torch (`weights_only`) or `read_plain` could not open it.
+    Raises ValueError if the file is too large, or if torch (`weights_only`) or `read_plain` could not open the file.
     """
     if len(data) > limits.PLAIN_BYTES:
         raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that are allowed")
@@ -56,7 +56,7 @@ def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFil
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """Reads and checks the values in a small `.pt` file, without executing its code. Raises CheckpointCorruptError."""
+    """Reads and checks the values in a small `.pt` file. Executes no code from it. Raises CheckpointCorruptError."""
     path = role_dir / record.path
     return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)
 

@@ -1,7 +1,7 @@
-"""Describes the run that a checkpoint belongs to, its commit, and the commit that it continues.
+"""Describes the run and the commit of a checkpoint. The commit names the earlier commits that led to the checkpoint.
 
 The manifest contains the run and the commit (docs/format.md). `steps/runs.py` decides which root owns a checkpoint, and
-`steps/branches.py` which checkpoint is the newest.
+`steps/branches.py` decides which checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mcore_ckpt.io import json_fields as fields
 
 # Numbers of commits, as inclusive ranges that ascend.
 Ranges = tuple[tuple[int, int], ...]
-# How many ranges of numbers a commit names at most. A training that goes back more often forgets its oldest ranges.
+# The largest number of ranges in a commit's branch. If a training goes back more often, its oldest ranges are dropped.
 MOST_RANGES = 256
 
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step of another run that a run began with. `run` is empty if that other run had no id."""
+    """The step of another run that a run began with. `run` is the other run's id; empty if the other run had no id."""
 
     run: str
     step: int
@@ -35,7 +35,7 @@ class Run:
         id: 32 hexadecimal digits.
         parent: the step of another run that this run began with; None if there is none.
         root: the folder of the steps at the time of the save, as an absolute path without links.
-        host: the name of the host that saved.
+        host: the name of the host that saved the checkpoint.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Commit:
-    """The place of a checkpoint among all that its root has seen committed.
+    """The place of a checkpoint among all checkpoints that its root has seen committed.
 
     Attributes:
         number: grows with each commit of a root. The roles of a step share one number, but a role that saves the step
@@ -110,7 +110,7 @@ def optional(record: Mapping[str, Any]) -> tuple[Run | None, Commit | None]:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Puts ranges of numbers in order, and joins those that touch or overlap."""
+    """Puts ranges of numbers in order, and joins ranges that touch or overlap."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

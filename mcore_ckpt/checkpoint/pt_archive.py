@@ -41,7 +41,7 @@ class _Entry:
 
 
 class PtArchive:
-    """The records of an archive that takes up a whole file, and their places in the file.
+    """The records of an archive, and their places in its file. The file must contain nothing but the archive.
 
     Raises ArchiveError if the file is not what `torch.save` writes, was cut, or contradicts itself.
     """
@@ -66,11 +66,11 @@ class PtArchive:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all records, including their folders."""
+        """The names of all records. Each name includes the folders, such as `archive/data/0`."""
         return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns the offset and number of a record's bytes in the file. `name` leaves out the archive's top folder."""
+        """Returns where a record's bytes begin, and their number. `name` leaves out the archive's top folder."""
         entry = self._entries.get(self._root + name)
         if entry is None:
             raise ArchiveError(f"it has no record {name[:80]!r}")
@@ -98,9 +98,9 @@ class PtArchive:
 
 
 def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
-    """Returns the directory's offset, size and number of entries.
+    """Returns the directory's offset and size, in bytes, and its number of entries.
 
-    The end records must follow the directory and end the file.
+    Raises ArchiveError unless the end records follow the directory and are the last bytes of the file.
     """
     if size < zf.END.size:
         raise ArchiveError("it is too short for an archive")
@@ -119,9 +119,9 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns the offset of the end records, and what the zip64 end record says of the directory.
+    """Returns the offset of the first end record, and the directory as the zip64 end record describes it.
 
-    That is the number of entries, the size and the offset of the directory; None if there is no zip64 end record.
+    The description is (number of entries, size in bytes, offset) of the directory; None without a zip64 end record.
     """
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:

@@ -1,9 +1,9 @@
-"""Builds the skeleton of a `.pt` file, which is the file without its payload. The payload is the bytes of the tensors.
+"""Builds the skeleton of a `.pt` file: the file without its payload, which is the bytes of the tensors.
 
-Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, for which it leaves a gap. The
-zip directory contains the place of each tensor. A skeleton is small, because it keeps only the bytes between the
-tensors. A save with a skeleton needs no pickling. The save copies tensors to known offsets, and writes the tensors'
-CRCs to the places that the zip format has for CRCs.
+Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, and leaves room for the
+payload. The zip directory contains the place of each tensor. A skeleton is small, because it keeps only the bytes
+between the tensors. A save with a skeleton needs no pickling. The save copies tensors to known offsets, and writes the
+tensors' CRCs to the places that the zip format has for CRCs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from mcore_ckpt.checkpoint import zip_format as zf
 from mcore_ckpt.checkpoint.file_names import INDEX_RECORD
 
-# Versions of the zip format (times ten) that a reader must support: for a plain record, and for zip64.
+# The version of the zip format (times ten) that a reader must support for a plain record, and the version for zip64.
 _PLAIN_VERSION = 20
 _ZIP64_VERSION = 45
 
@@ -45,8 +45,8 @@ class PtSkeleton:
         slots: the place of each tensor, in the order given to `build_skeleton`, with ascending offsets.
         gaps: the bytes between the tensors, up to `records_end`, as pairs `(offset, bytes)`.
         records_end: the offset of torch's zip directory. In the finished file, the index record begins there.
-        directory: the entries of the zip directory. The CRCs of tensors are still 0.
-        entries: the number of these entries.
+        directory: the bytes of the zip directory's entries. The CRCs of tensors are still 0.
+        entries: the number of entries in `directory`.
     """
 
     slots: tuple[PayloadSlot, ...]

@@ -1,4 +1,4 @@
-"""Finds the place of each tensor in a pickle of `torch.save`, and checks it before bytes are read or allocated."""
+"""Finds and checks the place of each tensor in a pickle of `torch.save`, before bytes are read or allocated."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class StoredBytes:
 class TensorPlace:
     """The place of a tensor in a storage.
 
-    `start` is the position of the tensor's first element. `start` and `stride` are in elements. `flags` can contain
-    "conj", if the tensor is the conjugate of the stored numbers, and "neg", if the tensor is the negative of them.
+    `start` is the position of the tensor's first element in the storage. `start` and `stride` are in elements. `flags`
+    contains "conj" if the tensor is the conjugate of the stored numbers, and "neg" if the tensor is their negative.
     """
 
     stored: StoredBytes
@@ -106,7 +106,7 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Returns the dtype (also for a storage class) or function that a global name refers to.
+        """Returns the dtype or function that a global name refers to; for a storage class, the dtype of its elements.
 
         Returns None if the name is unknown.
         """
@@ -169,7 +169,7 @@ def parameter(tensor: Any, *_: Any) -> Any:
 
 
 def with_attributes(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Replaces `torch._tensor._rebuild_from_type_v2`. Returns only the tensor, which `function` makes from `args`."""
+    """Replaces `torch._tensor._rebuild_from_type_v2`. Returns only the tensor that `function` makes of `args`."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
         raise PickleError("a tensor in the pickle is made by something that is not a known function")
     return function(*args)

@@ -21,7 +21,7 @@ Storage = Callable[[StoredBytes], torch.Tensor]
 
 
 def decode_pt(data: bytes) -> Any:
-    """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have their own memory.
+    """Decodes the value in the bytes of a small `.pt` file. The tensors in the value do not share memory with `data`.
 
     Raises ValueError (ArchiveError, PickleError) if the file is damaged, or contains something other than plain values.
     """
@@ -81,14 +81,14 @@ def load_pt(read_at: ReadAt, size: int, storage: Storage, find: Find = find_plai
 
 
 def _view(memory: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    # With strides of 0, one stored element can fill a tensor of any size, and a copy of that tensor would need all the
-    # memory.
+    # With strides of 0, one stored element can fill a tensor of any size. A copy of such a tensor could take all the
+    # memory of the machine.
     if prod(place.shape) * place.dtype.itemsize > place.stored.nbytes:
         raise PickleError(f"a tensor of shape {place.shape} and strides {place.stride} is larger than its storage")
     if not memory.numel():
         return torch.empty(place.shape, dtype=place.dtype)
     whole = memory[: memory.numel() // place.dtype.itemsize * place.dtype.itemsize].view(place.dtype)
-    # `as_strided` counts offsets from the beginning of the storage (such as a mapped file), not of the view.
+    # `as_strided` counts offsets from the start of the storage (such as a mapped file), not from the start of the view.
     tensor = whole.as_strided(place.shape, place.stride, whole.storage_offset() + place.start)
     for flag in place.flags:
         tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)

@@ -1,4 +1,4 @@
-"""Opens the files of one checkpoint folder, and checks each against the manifest before its contents are used."""
+"""Opens the files of one checkpoint folder, and checks each file against the manifest before its contents are used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads only the part of a role's manifest that a listing needs, which is much faster than to read all of it.
+    """Reads only the part of a role's manifest that a listing needs. This is much faster than reading all of it.
 
     Raises as `read_manifest` does.
     """
@@ -108,8 +108,8 @@ def check_sizes(role_dir: Path, records: Sequence[FileRecord]) -> None:
 
     Raises CheckpointCorruptError as `open_file` does.
 
-    A folder may have as many files as there are ranks. So links in a folder's path are looked for only once per folder,
-    and many files are checked at a time.
+    A folder may have as many files as there are ranks. So this function looks for links in a folder's path only once
+    per folder, and checks many files at a time.
     """
     for folder in {os.path.dirname(record.path) for record in records}:
         inside(role_dir, folder)
@@ -155,7 +155,7 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
 
 
 def read_entries(role_dir: Path, record: FileRecord) -> IndexEntries:
-    """Reads a file's index. An entry is decoded when it is asked for. Raises CheckpointCorruptError."""
+    """Reads a file's index. Decodes an entry only when a caller asks for it. Raises CheckpointCorruptError."""
     return parse_entries(_index_data(role_dir, record), record, role_dir / record.path)
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 # torch's own limit on the number of axes.
 _MOST_AXES = 64
-# The limit for numbers of elements and for strides, so that all positions fit into 64 bits.
+# The limit for the number of elements and for strides. With this limit, all positions fit into 64 bits.
 MOST_ELEMENTS = 2**62
 
 

@@ -85,7 +85,7 @@ def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
 
 
 def decode_timeline(text: bytes, world_size: int) -> SaveTimeline:
-    """Decodes a timeline. Raises FieldError if a list does not have one number for each rank. Ignores other members."""
+    """Decodes a timeline. Raises FieldError if a list does not have one number per rank. Ignores unknown members."""
     found = typed_json.parse_exactly(text, _DECODER)
     return SaveTimeline(
         nbytes=_column(found.bytes, world_size),

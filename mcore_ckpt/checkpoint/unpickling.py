@@ -21,22 +21,22 @@ from mcore_ckpt.io import limits
 # Types of values that have no parts.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
-# How many parts a key can have, including the parts of nested tuples. In checkpoints keys are names and numbers, so few
-# parts are enough.
+# How many parts a key can have, including the parts of nested tuples. The keys in checkpoints are names and numbers, so
+# few parts are enough.
 MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
 # The values of a pickle may take `_MOST_MEMORY_PER_BYTE` bytes of memory for each byte that has been read, and
-# `_ANY_MEMORY` bytes in addition. Metadata with many chunks take 17 bytes for each byte.
+# `_ANY_MEMORY` bytes in addition. Metadata with many chunks take 17 bytes of memory for each byte of their pickle.
 _MOST_MEMORY_PER_BYTE = 24
 _ANY_MEMORY = 256 << 10
 # The memory that values take, in bytes: a place in a list; a number; a text without its characters; a tuple, list or
 # object; an item of a dict; a dict; a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
-# The size that is counted for a place in the memo that does not follow the last place. The place takes less memory, but
-# few pickles have such a place.
+# The memory, in bytes, that is counted for a value in the memo whose number is larger than the next free number. Such a
+# value takes less memory, but few pickles have one.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -46,7 +46,7 @@ class PickleError(ValueError):
 
 
 class Call:
-    """A function or class that a pickle may call with any arguments, which the function must check itself."""
+    """A function or class that a pickle may call. It must check the arguments, which the pickle chooses."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -64,7 +64,7 @@ Build = Callable[[Any, Any], None]
 
 def refuse_global(module: str, name: str) -> PickleError:
     """Returns the error for a global name that a pickle may not use."""
-    # A terminal would obey control characters in the name.
+    # `ascii` escapes control characters in the name, because a terminal would obey them.
     shown = ascii(f"{module}.{name}"[:200])[1:-1]
     return PickleError(
         f"{shown} does not belong in such a file. Nothing in the file was executed; find out who wrote it"
@@ -209,11 +209,12 @@ class Unpickler:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        # Programs number the values in the memo from 0 on. A list of them takes a tenth of the memory of a dict.
+        # The programs that write pickles number the values in the memo from 0 on, so a list can hold the values. A list
+        # takes a tenth of the memory of a dict. `_others` holds values with numbers beyond the end of the list.
         self._memo: list[Any] = []
         self._others: dict[int, Any] = {}
         # How many bytes of memory the values take, including copies that calls make. Without a limit, each byte of a
-        # pickle could make a list, and each two bytes could pass the same long text to another call.
+        # pickle could make a list, and every two bytes could pass the same long text to another call.
         self._taken = 0
 
     def load(self) -> Any:
@@ -303,7 +304,7 @@ class Unpickler:
         value = self._stack[-1]
         if number == len(self._memo):
             if self._memo and self._memo[-1] is value:
-                self._charge(_OBJECT)  # programs put no value into the memo twice in a row
+                self._charge(_OBJECT)  # no program that writes pickles puts a value into the memo twice in a row
             self._memo.append(value)
         elif number < len(self._memo):
             self._memo[number] = value
@@ -365,7 +366,7 @@ class Unpickler:
         self._charge(texts + _SLOT * sum(len(value) for value in arguments if isinstance(value, _CONTAINERS)))
 
     def _charge(self, nbytes: int) -> None:
-        """Adds to the memory that the values take. Raises PickleError if this is too much for the bytes read so far."""
+        """Counts `nbytes` more bytes of memory. Raises PickleError if the sum is too much for the bytes read so far."""
         self._taken += nbytes
         if self._taken > _MOST_MEMORY_PER_BYTE * self._at + _ANY_MEMORY:
             raise PickleError(f"the first {self._at} bytes of the pickle have more values than their size allows")
@@ -374,7 +375,7 @@ class Unpickler:
         state = self._stack.pop()
         made = self._stack[-1]
         if type(made) is OrderedDict and isinstance(state, dict):
-            return  # torch stores the versions of modules in this state, which nothing needs
+            return  # torch stores the versions of modules in this state; nothing needs them
         self._charge_for((state, *(state if isinstance(state, tuple) else ())))
         self._build(made, state)
 
@@ -385,11 +386,11 @@ _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# Each opcode, with the memory that its value takes, in bytes. The opcodes are in this order: first PROTO, FRAME and
-# MARK (their names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo, then
-# those for global names, calls, states and references. POP and POP_MARK are left out, because Python writes them only
-# for values that contain themselves. The opcodes for text and bytes of more than 4 GiB are left out, because a pickle
-# has at most PICKLE_BYTES bytes.
+# The action of each opcode, and the memory, in bytes, that the opcode's value takes. The first three opcodes are PROTO,
+# FRAME and MARK (their names in Python's `pickle`). Then follow the opcodes for constants, numbers, text, bytes,
+# tuples, containers and the memo, and at last the opcodes for global names, calls, states and references. POP and
+# POP_MARK are left out, because Python writes them only for values that contain themselves. The opcodes for text and
+# bytes of more than 4 GiB are left out, because a pickle has at most PICKLE_BYTES bytes.
 _ACTIONS: dict[int, tuple[_Action, int]] = {
     opcode[0]: (action, memory)
     for opcode, action, memory in (

@@ -43,7 +43,7 @@ DESCRIPTOR_SIGNATURE = 0x08074B50
 DESCRIPTOR_CRC_OFFSET = 4
 UTF8_FLAG = 0x800
 
-# A field with one of these largest values means that its number is in the zip64 extra field (identifier ZIP64_FIELD) or
-# in the zip64 end record.
+# If a field has the largest value of its size (MAX_32 or MAX_16), the real number is in the zip64 extra field
+# (identifier ZIP64_FIELD) or in the zip64 end record.
 MAX_32, MAX_16 = 0xFFFFFFFF, 0xFFFF
 ZIP64_FIELD = 1
