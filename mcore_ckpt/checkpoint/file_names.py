@@ -275,7 +275,7 @@ def is_attempt(name: str) -> bool:
 
 
 def secret_file(folder: Path, role: str, nonce: str) -> Path:
-    """Returns the file in which the ranks of a job find the secret of their nodes."""
+    """Returns the file from which the ranks of a job read the secret that the job's nodes share."""
     return folder / f".{role}.secret-{nonce}"
 
 

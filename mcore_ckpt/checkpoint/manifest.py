@@ -155,7 +155,7 @@ class Manifest:
     parts: Parts = field(default_factory=dict)
 
     def part_sizes(self) -> dict[str, tuple[int, int]]:
-        """Returns the number of files of each part of the step, and their size in bytes."""
+        """Returns, for each part of the step, the number of the part's files and their total size in bytes."""
         sizes = dict.fromkeys(self.parts, (0, 0))
         for file in self.files_of("part"):
             if (place := file_names.parse_part(file.path)) is not None and place[0] in sizes:
@@ -291,9 +291,9 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def decode_summary(data: bytes) -> ManifestSummary:
-    """Decodes the part of a manifest that a listing needs. Checks the checksum, but no entries of ranks and files.
+    """Decodes the part of a manifest that a listing needs. Does not check the entries of ranks and files.
 
-    Raises NewerFormatError and FieldError like `decode_manifest`.
+    Checks the checksum. Raises NewerFormatError and FieldError like `decode_manifest`.
     """
     record = _checked_members(data).small
     step, role = fields.get_int(record, "step"), fields.get_name(record, "role")

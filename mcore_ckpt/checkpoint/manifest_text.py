@@ -57,7 +57,7 @@ class Holds(Sequence[tuple[int, int]]):
 
     @staticmethod
     def of(positions: Iterable[int]) -> Holds:
-        """Returns the runs of some positions."""
+        """Returns a `Holds` with the runs that some positions make up."""
         found = Holds()
         found.ends.fromlist(ends_of_runs(positions))
         return found

@@ -33,7 +33,7 @@ def read_metrics(given: object) -> tuple[dict[str, float], list[str]]:
 
     Raises:
         InvalidTypeError: `given` is no mapping, or a value is no number.
-        InvalidArgumentError: there are too many metrics, or one has no printable name.
+        InvalidArgumentError: there are too many metrics, or a name is not a short, printable text.
 
     Example:
         >>> read_metrics({"reward": 0.7, "loss": float("nan")})
@@ -59,7 +59,7 @@ def _name(name: object) -> str:
 def _number(name: str, value: Any) -> float:
     plain = value
     if callable(getattr(value, "item", None)):
-        with suppress(RuntimeError, TypeError, ValueError):  # an array of several numbers, or without any
+        with suppress(RuntimeError, TypeError, ValueError):  # an array that has no number, or several numbers
             plain = value.item()
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise InvalidTypeError(f"metrics has {name} = {fields.shown(value)}: use a number")

@@ -1,7 +1,7 @@
 """Reads the zip directory of a file that `torch.save` wrote, and refuses everything that torch does not write.
 
 Compressed records are refused, because a few compressed bytes can expand to any number of bytes. Sizes, places and
-names are checked against the file and each other before they decide what is read or allocated.
+names are checked against the file and against each other before they decide what is read or allocated.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     Raises ValueError if the tensors do not match the records that torch has written.
     """
     # torch writes into a memory file. Such a file is sparse, so the reserved payload takes no memory. torch names the
-    # archive after the file's path, so a link to the memory file, `archive.pt`, gives the archive the same name in
+    # archive after the file's path. So torch gets a link called `archive.pt`, and the archive has the same name in
     # every run.
     memory = os.memfd_create("mcore_ckpt_skeleton")
     try:

@@ -33,8 +33,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 
-# The pattern does not match quantized dtypes, which need scales, or dtypes of less than one byte, which torch (2.13)
-# cannot compute with.
+# The pattern does not match quantized dtypes, which need scales. Neither does it match dtypes of less than one
+# byte, because torch (2.13) cannot compute with these.
 _DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
 _FLAGS = ("conj", "neg")
@@ -169,7 +169,7 @@ def parameter(tensor: Any, *_: Any) -> Any:
 
 
 def with_attributes(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Replaces `torch._tensor._rebuild_from_type_v2`. Returns only the tensor that `function` makes of `args`."""
+    """Replaces `torch._tensor._rebuild_from_type_v2`. Returns only the tensor, which is `function(*args)`."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
         raise PickleError("a tensor in the pickle is made by something that is not a known function")
     return function(*args)
