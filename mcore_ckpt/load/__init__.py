@@ -1,1 +1,1 @@
-"""Loads a checkpoint: choose one, find its bytes, check that it fits, fill the live tensors."""
+"""Loads a checkpoint: chooses one, finds its bytes, checks that it fits, and fills the live tensors."""

@@ -42,7 +42,7 @@ def batches(fills: Iterable[TensorFill]) -> list[Batch]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """Returns the fills that world rank `rank` reads: of tensors without replicas, and of the batches that it reads."""
+    """Returns the fills that world rank `rank` reads: tensors without replicas, and the batches whose reader it is."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 

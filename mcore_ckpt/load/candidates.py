@@ -116,8 +116,7 @@ def find_candidates(
     """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
 
     `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, `path` can
-    also name a step that is only on the nodes. `fast` has the checkpoints that the nodes of the fast tier have
-    together.
+    also name a step that is only on the nodes. `fast` has the checkpoints on the nodes of the fast tier.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint to try. The message gives the reason for each step that was
@@ -165,7 +164,7 @@ def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
 
 
 def _step_of(trainer: Trainer, path: Path) -> int | None:
-    """Returns the step below the root whose folder, or role's folder, a path names; None if the path names neither."""
+    """Returns the step if a path names a step's folder below the root, or this role's folder in it; None otherwise."""
     for step_path in (path, path.parent):
         step = file_names.parse_step(step_path.name)
         if step is not None:
@@ -176,7 +175,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Returns what a path is, and what to do instead, if it cannot be a role's folder; None if it can be one."""
+    """Says what a path is and what to do instead, if the path cannot be a role's folder; None if it can be one."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"

@@ -1,6 +1,6 @@
 """Checks another program's checkpoint against the trainer, after the ranks have read it and before anything changes.
 
-These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. This check finds
+These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. So they find
 optimizer state of another run, of other buckets, or of another pipeline split.
 """
 
@@ -116,7 +116,7 @@ def checked_parameters(
 
 
 def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Returns the weights of the elements that this rank owns: the checkpoint's, or else the model's."""
+    """Returns the weights of the elements that this rank owns, from the checkpoint, or else from the model."""
     owned, main = parameter.owned, parameter.tensors[PARAM]
     whole = loaded.get(id(owned.parameter))
     if whole is None and is_quantized(owned.parameter):
@@ -128,7 +128,7 @@ def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -
 def _with_upper_halves(
     parameters: Sequence[LoadedParameter], weights: Sequence[torch.Tensor]
 ) -> tuple[LoadedParameter, ...]:
-    """Joins main parameters with their upper halves if only their lower halves were stored.
+    """Completes main parameters with their upper halves, from the weights, if only the lower halves were stored.
 
     With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
     parameters: as int16, or as the same numbers in float32. The remainders have a meaning only together with the
@@ -136,7 +136,7 @@ def _with_upper_halves(
     """
     pairs = [(each, weight) for each, weight in zip(parameters, weights, strict=True)]
     halved = [(each.tensors[PARAM], weight) for each, weight in pairs if weight.dtype == torch.bfloat16]
-    # Remainders are whole numbers. The values of main parameters usually are not, but those of a single tensor may be:
+    # Remainders are whole numbers. Most values of main parameters are not, but all values of a single tensor may be:
     # norms begin as ones.
     are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
@@ -152,7 +152,7 @@ def _with_upper_halves(
 def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, was_quantized: bool, whose: str) -> None:
     """Refuses a main parameter that belongs to another weight.
 
-    Main parameters round to their weights, except those of matrices that were quantized when they were saved.
+    A main parameter rounds to its weight, unless the weight is a matrix that was quantized when it was saved.
 
     megatron, in every release up to 0.19.2, writes wrong main parameters when it saves a `fully_reshardable` optimizer
     with several buckets. It removes the padding at the ends of the buckets from the gathered buffer

@@ -1,4 +1,4 @@
-"""Reads weights through the `CheckpointReader` of a kind of checkpoint that has no other state for a training."""
+"""Reads weights from kinds of checkpoints that have no other state for a training, through `CheckpointReader`."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def choice_of(
 
     Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """
-    # All ranks must decide alike, but a pipeline stage can be without adapters. So `trainer.adapters` is asked, which
-    # describes the whole model.
+    # All ranks must decide alike, but a pipeline stage can be without adapters. So look at `trainer.adapters`, which
+    # describes the adapters of the whole model.
     has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
     if not has_adapters or "model" not in trainer.config.load_contents or any(map(_is_adapter, stored)):
         return lambda name, is_frozen: not (trainer.config.skip_frozen and is_frozen)

@@ -1,7 +1,7 @@
 """Finds the saved counterparts of the run's param groups, on all ranks together.
 
-Each rank knows only some of a group's members: the parameters for which it owns state. So every rank reports in which
-saved groups these parameters were, and rank 0 decides for all.
+Each rank knows only some of a group's members: the parameters whose state the rank owns. So every rank reports in which
+saved groups these parameters were, and rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class GroupPlan:
         return {"parts": [None if part is None else part.to_record() for part in self.parts]}
 
     def decide(self, records: Sequence[Record]) -> Record:
-        """Returns the counterparts of all groups, for all ranks, from the records of the ranks. Only rank 0 calls it.
+        """Finds the counterparts of all groups from the ranks' records. Only rank 0 calls it, for all ranks.
 
         Raises CheckpointMismatchError: a counterpart is not clear, or schedules that must be equal differ.
         """

@@ -113,8 +113,8 @@ def load_hf(
 
     After the load, the optimizer's main parameters are still copies of the old weights. The optimizer's next step would
     overwrite the new weights with these values. To prevent this, pass the optimizer here, or call its
-    `reload_model_params()` afterwards. With quantized weights (FP8), pass the optimizer: only then do their main
-    parameters get the values of the folder.
+    `reload_model_params()` afterwards. If the model has quantized weights (FP8), pass the optimizer: only then do the
+    main parameters of these weights get the values of the folder.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
@@ -136,8 +136,8 @@ def load_hf(
         strict_model: whether rotary base and scaling (such as YaRN) must also be as in `config.json`. A longer context
             changes them on purpose, so without `strict_model` a difference only gives a warning. Other differences are
             always refused.
-        timeout_s: how long this rank waits for other ranks before it gives up, in seconds. A rank that waits for a
-            download waits DOWNLOAD_TIMEOUT_S.
+        timeout_s: how long this rank waits for other ranks before it gives up, in seconds. For another rank's download,
+            it waits DOWNLOAD_TIMEOUT_S.
 
     Returns:
         The report of this rank.
@@ -174,7 +174,7 @@ def load_hf(
         agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank, settings)
         with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-            # Each node may have downloaded a model of the hub into a different folder.
+            # Nodes may have downloaded a model of the hub into different folders, so compare its name, not the folders.
             same = str(path.absolute()) if path == Path(name) else name
             arguments = {
                 "path": None if source == "rank0" else same,

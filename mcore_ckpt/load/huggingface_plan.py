@@ -61,7 +61,7 @@ class LiveModel:
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """Information about the folder and the whole model that all ranks have.
+    """Information about the folder and the whole model. It is the same on all ranks.
 
     Attributes:
         adapters: the shapes of the tensors of the whole model's adapters.
@@ -93,8 +93,8 @@ class HfPlan:
 def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: Sequence[str]) -> tuple[HfPlan, Record]:
     """Plans which parts of the folder fill this rank's tensors. Changes nothing.
 
-    `source` and `ignore` are as in `load_hf`. Returns the plan, and the names of the folder's tensors that this rank
-    takes, as JSON values for `check_all_used` on rank 0.
+    `source` and `ignore` are as in `load_hf`. Returns the plan, and a record for `check_all_used` on rank 0: the
+    positions of the tensors that this rank takes, in the reader's list of names.
 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.
@@ -128,7 +128,7 @@ def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
 
 def _locator(here: LiveModel, reader: HuggingFaceReader, layers: Layers) -> Locator:
     position = RankPosition(here.topology, here.coordinates)
-    # The layers of a folder with adapters have other parts than the layers of the model, but the same numbers.
+    # The layers in the folder of an adapter have other parts than the model's layers, but the same numbers.
     matched = None if isinstance(reader, AdapterReader) else layers
     return Locator(reader, position, reader.model.sizes["vocab"], matched)
 
@@ -158,7 +158,7 @@ def _taken(here: LiveModel, reader: HuggingFaceReader) -> Iterator[LocalShard]:
     """Yields the tensors of this rank that are to be filled."""
     fills_adapters = isinstance(reader, AdapterReader)
     for shard in here.shards:
-        # The folder of an adapter can have modules that were trained as a whole.
+        # The folder of an adapter can also have modules that were trained as a whole.
         is_beside = fills_adapters and any(name in reader.names for name in synonyms(shard.key.name))
         if is_adapter(shard.key.name) != fills_adapters and not is_beside:
             continue
@@ -250,7 +250,7 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
 def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
     """Raises CheckpointMismatchError on rank 0 if the folder has a tensor that no rank takes.
 
-    `used` has, for each rank, the tensors that the rank takes.
+    `used` has, for each rank, the positions of the tensors that the rank takes (`positions_taken`).
     """
     left = names_left_over(plan.locator, used)
     if left:

@@ -80,7 +80,8 @@ def load_state(
         failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
         verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
         tier: this rank's part of the fast tier; None without one.
-        loaded: a function to call with the manifest of a native checkpoint that was loaded, and with its folder or URL.
+        loaded: a function to call once a native checkpoint is loaded, with the checkpoint's manifest, and with its
+            folder or URL.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
@@ -150,7 +151,7 @@ def _find_together(
     held: list[HeldRole] = []
 
     def work() -> Record:
-        # Plans read values on the GPU, for which torch itself would wait without a deadline.
+        # Planning reads values from the GPU, and torch would wait for these values without a deadline.
         wait_for_gpu(trainer.agreement.timeout_s)
         held.extend(own_held(tier))
         return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
@@ -242,7 +243,8 @@ def _final(
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
-    # This step is older than the first step that was tried, but may be newer than the last one, which may be pinned.
+    # The step in `last_resort` is older than the first step that was tried. It may be newer than the last step that was
+    # tried, if that one is pinned.
     left = f"\n  not tried: {last_resort}" if last_resort else ""
     # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older checkpoint is
     # intact and only does not fit.

@@ -18,7 +18,7 @@ class LoadEvents:
 
     Args:
         delivery: brings the events to the listeners.
-        role, rank: values that all events have.
+        role, rank: the manager's role and this rank, which are fields of each event.
     """
 
     def __init__(self, delivery: Delivery, role: str, rank: int) -> None:

@@ -34,7 +34,7 @@ class PartPlan:
 
     Attributes:
         newly_started: the parameters without moments.
-        all_newly_started: all parameters of the part, as `newly_started` lists them if no moments are loaded.
+        all_newly_started: all parameters of the part; takes the place of `newly_started` if no moments are loaded.
         other_moments: why the optimizer cannot use the stored moments; None if it can.
     """
 

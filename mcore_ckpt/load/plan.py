@@ -46,9 +46,10 @@ from mcore_ckpt.state.typed_values import from_stored
 
 @dataclass(frozen=True)
 class CommonState:
-    """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts.
+    """Optimizer and scheduler state that is equal on all ranks.
 
-    `groups` finds the saved param groups. `changes` has the messages to the user about param groups.
+    `optimizers` is in the order of the live optimizer's parts. `groups` finds the saved param groups of these parts.
+    `changes` has the messages to the user about param groups.
     """
 
     optimizers: tuple[SavedPart, ...]
@@ -133,7 +134,7 @@ class LoadPlan:
 
 
 def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
-    """Plans this rank's load. It changes nothing and communicates with no other rank.
+    """Plans this rank's load. Planning changes nothing and communicates with no other rank.
 
     Raises:
         CheckpointNotFoundError: `folder` is not a checkpoint.
@@ -155,7 +156,7 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
 
 
 def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
-    """Refuses adapters of another scale, because the same tensors compute something else with another scale."""
+    """Refuses saved adapters whose alpha differs from the model's, because alpha scales what adapters compute."""
     saved, live = manifest.adapters, trainer.adapters
     if "model" in trainer.config.load_contents and saved and live and saved.alpha != live.alpha:
         raise CheckpointMismatchError(
@@ -187,7 +188,8 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
             model_fills = [replace(fill, replicas=()) for fill in model_fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
-    # Frozen parameters are listed as used even if skip_frozen leaves them out. The model has them, so nothing is lost.
+    # Frozen parameters are listed as used even if skip_frozen leaves them out. The model has these parameters, so
+    # leaving them out loses nothing.
     used = {
         "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": positions_taken(locator, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
@@ -195,7 +197,7 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     plan = LoadPlan(locator, reader, tuple(model_fills), parts, common, rng, seed, extra, used)
     _check_sizes(reader, plan.fills)
     refuse_rounding(trainer, (fill.rounding for fill in plan.fills))
-    if "extra" in wanted:  # last, because it may fetch files
+    if "extra" in wanted:  # last, because planning the parts may fetch files
         plan = replace(plan, step_parts=plan_step_parts(trainer, reader.folder, reader.manifest))
     return plan
 
@@ -304,7 +306,7 @@ def _file_of(trainer: Trainer, shard: LocalShard) -> str:
 
 
 def _locate_weight(wanted: Wanted, shard: LocalShard, dtype: torch.dtype, locator: Locator) -> Located:
-    """Locates a stored weight. If it is missing or of another dtype, prefers the precise main parameter."""
+    """Locates a stored weight. If it is missing or not stored in `dtype`, prefers the more precise main parameter."""
     located = locator.find(wanted)
     if located is None or located.dtype != dtype:
         main = Wanted(ShardKey(wanted.key.name, PARAM), wanted.region, wanted.file)
@@ -320,7 +322,7 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
         read = ReadRange.whole(found)
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
-    # There is nothing to restore if this layer has no such state, or if the saved layers had none.
+    # There is nothing to restore if this layer has no opaque state, or if no saved layer had any.
     if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in locator.reader.names):
         return None
     raise CheckpointMismatchError(

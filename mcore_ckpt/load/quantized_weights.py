@@ -40,8 +40,8 @@ def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[Paramete
     """Yields the tensors to fill instead of quantized weights.
 
     A weight that trains is filled through its main parameter, which keeps the precision that quantizing loses. This
-    rank fills the main parameters that it owns. `write_weights` must follow. A weight without a main parameter is
-    quantized from the loaded values.
+    rank fills the main parameters that it owns. Afterwards, the caller must call `write_weights`. A weight without a
+    main parameter is quantized from the loaded values.
 
     `states` has the main parameters to fill; None without an optimizer.
     """

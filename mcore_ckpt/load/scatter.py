@@ -60,8 +60,9 @@ class _Segment:
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
     """Fills the requests of every rank from files that only rank 0 reads. All ranks of the default group call it.
 
-    Every rank can have a reader, because a reader needs only the files' headers. `rank` and `world_size` are those of
-    the default group. Returns the number of bytes that this rank has read from files.
+    Every rank can have a reader, because a reader needs only the files' headers. `rank` is this rank's number in the
+    default group, and `world_size` is the size of this group. Returns the number of bytes that this rank has read from
+    files.
 
     Raises:
         CheckpointCorruptError: on rank 0, if a file cannot be read.
@@ -127,7 +128,7 @@ def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device
 
 
 def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Turn]:
-    """Orders the messages. Each rank in turn gets a message, so that no rank waits until the group's timeout."""
+    """Orders the messages. The ranks get messages in turn, so that no rank waits until the group's timeout."""
     by_rank = [
         [_Turn(rank, tensors, parts) for parts in _messages([(w.region.numel, _dtype(locator, w)) for w in tensors])]
         for rank, tensors in wanted.items()
@@ -262,13 +263,13 @@ def _receive_into(tensor: torch.Tensor, other: int) -> None:
 
 
 def _exchange(operation: dist.P2POp) -> None:
-    """Waits until a tensor is sent or received; on a GPU, in stream order."""
+    """Sends or receives a tensor, and waits until this is done. On a GPU, only the current stream waits."""
     for work in dist.batch_isend_irecv([operation]):
         work.wait()
 
 
 def _all_gather(own: int, world_size: int, device: torch.device) -> list[int]:
-    """Returns the numbers of all ranks. With NCCL, this call also makes the group's communicator."""
+    """Returns the number `own` of each rank. With NCCL, this call also makes the group's communicator."""
     numbers = torch.empty(world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(numbers, torch.tensor([own], device=device))
     return numbers.tolist()

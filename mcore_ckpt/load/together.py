@@ -67,7 +67,7 @@ def fill_together(
     fill: Callable[[Sequence[TensorFill]], int],
     apply: Callable[[], None] = lambda: None,
 ) -> int:
-    """Fills the tensors that this rank reads. With `load_replicas="broadcast"`, then sends them to the replicas.
+    """Fills the tensors that this rank reads and, with `load_replicas="broadcast"`, sends them to the replicas.
 
     Args:
         agreement: this rank's agreement.
