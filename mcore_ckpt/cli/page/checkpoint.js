@@ -1,4 +1,4 @@
-// -- one role's checkpoint: what mcore_ckpt/tools/examine/overview.py has gathered, with questions that the page asks --
+// -- one role's checkpoint: the data from mcore_ckpt/tools/examine/overview.py, and the questions that the page asks --
 
 const NO_ALIAS = -1;
 
@@ -13,7 +13,7 @@ class Checkpoint {
       pieces: pieces.map(([localOffset, shape, globalOffset]) => ({ localOffset, shape, globalOffset })),
     }));
     this.lowered = role.tensors.map((name) => name.toLowerCase());
-    // The shards are ordered by tensor: those of tensor t are first[t] to first[t + 1].
+    // The shards are ordered by tensor. Tensor t has the shards from first[t] up to, but without, first[t + 1].
     this.first = new Uint32Array(role.tensors.length + 1);
     for (const tensor of role.shards.tensor) this.first[tensor + 1] += 1;
     for (let tensor = 0; tensor < role.tensors.length; tensor++) this.first[tensor + 1] += this.first[tensor];
@@ -57,14 +57,14 @@ class Checkpoint {
     return found.sort((a, b) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1]);
   }
 
-  // The size of all shards of a tensor.
+  // The size of all shards of a tensor, in bytes.
   nbytesOf(tensor) {
     let sum = 0;
     for (let number = this.first[tensor]; number < this.first[tensor + 1]; number++) sum += this.shards.nbytes[number];
     return sum;
   }
 
-  // The ranks whose model or optimizer has what is in a file. A model's file belongs to all replicas.
+  // The ranks whose model or optimizer has the tensors of a file. All replicas have the tensors of a model's file.
   holdersOf(file) {
     const axes = { model: ['tp', 'pp'], experts: ['etp', 'pp', 'ep'] }[file.kind];
     if (axes === undefined) return [file.rank];
@@ -76,7 +76,7 @@ class Checkpoint {
     return this.alike.get(key);
   }
 
-  // The size of all shards of each part of the state.
+  // For each kind of shard, the size of all its shards in bytes.
   nbytesByKind() {
     const sums = this.kinds.map((kind) => [kind, 0]);
     this.shards.kind.forEach((kind, number) => (sums[kind][1] += this.shards.nbytes[number]));
@@ -89,7 +89,7 @@ class Checkpoint {
     return match ? this.stages.find((stage) => stage[match[1]].includes(Number(match[2]))) : undefined;
   }
 
-  // What a search finds: all words must be in a name. "layer 3" means the layer with that number, and "row 17" a row.
+  // Finds the tensors whose names have all words of a text. "layer 3" means the layer with this number, "row 17" a row.
   search(text) {
     let row = null;
     const rest = text.toLowerCase().replace(/\brow\s*(\d+)/, (_, number) => ((row = Number(number)), ' '));

@@ -1,4 +1,4 @@
-// -- how the checkpoint (A) differs from another one (B), if they were compared; the words are those of `mcore-ckpt diff` --
+// -- how the checkpoint (A) differs from another one (B), if they were compared; in the words of `mcore-ckpt diff` --
 
 const DIFFERENCE_ROW = 28;
 const DIFFERENCE_ROWS_SEEN = 10;
@@ -16,7 +16,7 @@ class DifferenceSection {
     return new VirtualList(at(id), DIFFERENCE_ROW, tag, draw);
   }
 
-  // `comparedWith` is null if there was no comparison. `onlyInB` are the roles that only the other checkpoint has.
+  // `comparedWith` is null if there was no comparison. `onlyInB` are the roles that only checkpoint B has.
   show(checkpoint, comparedWith, onlyInB) {
     at('differences').hidden = comparedWith === null;
     if (comparedWith === null) return;

@@ -1,4 +1,4 @@
-// -- how large the kinds of files are, and each file --
+// -- the size of each kind of file, and of each file --
 
 class FileSection {
   constructor(page) {

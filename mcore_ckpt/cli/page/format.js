@@ -2,7 +2,7 @@
 
 const count = (number) => number.toLocaleString('en-US');
 
-// Bytes in powers of 1000, as the package's other outputs have them.
+// A size in bytes, written with powers of 1000 as in the package's other outputs.
 function bytes(number) {
   const units = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
   let unit = 0;
@@ -17,7 +17,7 @@ function seconds(microseconds) {
   return `${value.toFixed(value < 99.95 ? 2 : 0)} s`;
 }
 
-// A number with six digits, as the package's other outputs have metrics.
+// A number with six significant digits, as the package's other outputs write metrics.
 const short = (number) => String(Number(number.toPrecision(6)));
 
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? '' : 's'}`;

@@ -42,10 +42,11 @@ function boxesOf(region, start, stop) {
   return found;
 }
 
-// Rows and columns of a box as the drawing shows them: axis 0 downwards, axis 1 to the right, further axes not at all.
+// The extent [start, length] of a box along an axis. The drawing shows axis 0 downwards and axis 1 to the right.
 const spanOf = (box, axis) => (axis < box.offset.length ? [box.offset[axis], box.shape[axis]] : [0, 1]);
 
-// The elements of a row of the global tensor within a box, as positions [first, last] in the row-major local tensor.
+// The part of a row of the global tensor in a box, as positions [first, last] in the row-major local tensor; null if
+// the row is not in the box.
 function rowInLocal(region, box, row) {
   const [start, length] = spanOf(box.global, 0);
   if (row < start || row >= start + length) return null;

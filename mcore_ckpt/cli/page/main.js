@@ -40,7 +40,7 @@ class Page {
   }
 
   facts({ topology, created, versions, contents, metrics, roles, tensors, size }) {
-    // What follows from the other sizes is left out.
+    // Leave out the sizes that follow from the other sizes.
     const usual = { world_size: topology.world_size, etp: topology.tp, edp: topology.ep > 1 ? 1 : topology.edp };
     const sizes = Object.entries(topology).filter(([axis, length]) => length > 1 && length !== usual[axis]);
     const measured = Object.entries(metrics).sort(([one], [other]) => (one < other ? -1 : 1)).map(([name, value]) => `${name} ${short(value)}`);

@@ -62,7 +62,7 @@ class RankSection {
     const { groups, rows, columns } = this.shape;
     const fitting = Math.floor((width - LABELS.left) / columns);
     this.cell = { wide: Math.max(4, Math.min(58, fitting)), high: Math.max(4, Math.min(30, fitting)) };
-    // Stages stand beside each other if they fit.
+    // Put stages next to each other if they fit.
     const groupWidth = LABELS.left + columns * this.cell.wide;
     this.across = Math.max(1, Math.min(groups, Math.floor((width + 10) / groupWidth)));
     this.groupSize = { wide: groupWidth, high: LABELS.top + rows * this.cell.high + 12 };
@@ -107,7 +107,7 @@ class RankSection {
     drawing.fillText(String(rank), x + (wide - 1) / 2, y + (high - 1) / 2);
   }
 
-  // Draws a frame in a cell, so many pixels inside of its border.
+  // Draws a frame in a cell, `inside` pixels from the cell's border.
   frame(drawing, rank, dash, ink, inside) {
     const [x, y] = this.placeOfCell(this.cells[rank]);
     drawing.strokeStyle = ink;

@@ -1,4 +1,4 @@
-// -- where a tensor is: the list, the drawing of how it is cut, and the answer for one row --
+// -- where a tensor is: the list of tensors, the drawing of how one tensor is cut, and where one row of it is --
 
 const DRAWING_HEIGHT = 330;
 const AXIS_WIDTH = 64;
@@ -91,7 +91,7 @@ class TensorSection {
     this.answer();
   }
 
-  // -- how it is cut, in words --
+  // -- how a tensor is cut, in words --
 
   cuts() {
     if (!this.shards.length) return [];
@@ -205,7 +205,7 @@ class TensorSection {
     const { left, top, width, height } = this.frame;
     drawing.fillStyle = colour('quiet');
     drawing.textAlign = 'right';
-    // The chosen row has a separate label.
+    // Leave out a label where the label of the chosen row will be (`markRow`).
     const middle = this.middleOfRow();
     if (middle > top + 20) drawing.fillText('row 0', left - 12, top + 6);
     if (this.rows > 1 && middle < top + height - 20) drawing.fillText(count(this.rows - 1), left - 12, top + height - 6);
@@ -261,9 +261,9 @@ class TensorSection {
     this.page.chooseRow(this.row + step);
   }
 
-  // -- the answer for a row --
+  // -- where a row is --
 
-  // Where the chosen row is: for each shard that has a part of it, the bytes and the columns.
+  // For each shard that has a part of the chosen row, the bytes and the columns of this part.
   placesOfRow() {
     return this.shards.flatMap((shard) => {
       const spans = boxesOf(shard.region, shard.start, shard.stop).flatMap((box) => {

@@ -100,7 +100,7 @@ class TimelineSection {
     const rows = this.order.length * TIMELINE.row;
     const visible = Math.min(rows + TIMELINE.top + 4, 420);
     const drawing = context(at('timeline-canvas'), width, visible);
-    // The canvas stays in view; the rest of the height is only there to be scrolled.
+    // The canvas stays in view. The margin below it only makes room to scroll.
     at('timeline-canvas').style.marginBottom = `${Math.max(0, rows + TIMELINE.top + 4 - visible)}px`;
     this.scale = (width - TIMELINE.left - TIMELINE.right) / this.end;
     const first = Math.floor(box.scrollTop / TIMELINE.row);
@@ -128,7 +128,7 @@ class TimelineSection {
     bar(finished, this.manifest - this.called[rank], 'wait', 7, 4);
     for (const part of this.parts) {
       const [start, end] = [this.timeline[part][0][rank], this.timeline[part][1][rank]];
-      // Copying and writing overlap: the copy is the upper half.
+      // Copying and writing overlap, so draw the copy in the upper half.
       if (part === 'copy') bar(start, end, part, 3, (TIMELINE.row - 6) / 2);
       else if (part === 'write') this.drawWrite(bar, rank, start, end);
       else bar(start, end, part);
@@ -145,7 +145,7 @@ class TimelineSection {
     bar(Math.max(start, copied), end, 'write');
   }
 
-  // The times to mark: whole numbers of some unit, some 110 pixels apart.
+  // The times to mark: multiples of a round step, at least about 110 pixels apart.
   marks(width) {
     const rough = this.end / Math.max(2, Math.floor(width / 110));
     const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));

@@ -2,7 +2,7 @@
 
 const at = (id) => document.getElementById(id);
 
-// Makes an element. Text is always a text node, because names come from a checkpoint.
+// Makes an element. Texts become text nodes, because a name in a checkpoint may look like HTML.
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
@@ -14,7 +14,7 @@ function options(select, choices, onChange) {
   select.onchange = () => onChange(select.value);
 }
 
-// The colours of the style, which the browser looks up slowly. They change with the reader's scheme.
+// Keeps the colours of the style, because the browser looks them up slowly. A new colour scheme clears the map.
 const colours = new Map();
 
 function colour(name) {
@@ -22,13 +22,13 @@ function colour(name) {
   return colours.get(name);
 }
 
-// A colour for each of many things: eight that are easy to tell apart, or, for more, the colours of the rainbow.
+// The colour of thing `number` of `all`. Up to eight are easy to tell apart; for more, take the rainbow's colours.
 function distinct(number, all) {
   if (all <= 8) return colour(`c${number}`);
   return `hsl(${(number * 360) / all} ${colour('tint')} ${colour('shade')})`;
 }
 
-// A colour between two others.
+// A colour between two others: `share` is 0 for `from`, and 1 for `to`.
 const mixed = (from, to, share) => `color-mix(in srgb, ${to} ${(100 * share).toFixed(1)}%, ${from})`;
 
 // Prepares a canvas of this size in CSS pixels, and returns its context.
@@ -46,7 +46,7 @@ function context(canvas, width, height) {
   return drawing;
 }
 
-// Shows a text beside the pointer while it is over a canvas. `textAt(x, y)` returns null where there is none.
+// Shows a text next to the pointer while the pointer is over a canvas. `textAt(x, y)` returns null for no text.
 function tips(canvas, textAt) {
   const tip = at('tip');
   canvas.onpointermove = (event) => {
@@ -103,7 +103,7 @@ class VirtualList {
   }
 }
 
-// A name. If the column is too narrow, only the end of the name is shown.
+// An element with a name. If the column is too narrow, only the end of the name is shown.
 const nameCell = (name) => make('span', { className: 'name', title: name }, make('bdi', { textContent: name }));
 
 function meter(share) {
@@ -112,7 +112,7 @@ function meter(share) {
   return make('div', { className: 'meter' }, filled);
 }
 
-// Buttons for some ranks, and how many more there are.
+// Buttons for the first `most` ranks, and the number of further ranks.
 function rankButtons(ranks, onClick, most = 12) {
   const buttons = ranks.slice(0, most).map((rank) =>
     make('button', { textContent: count(rank), title: `show rank ${rank}`, onclick: () => onClick(rank) }));
