@@ -27,8 +27,9 @@ distinguishes groups:
 """
 
 Option = Literal["run", "checkpoint", "equal"]
-"""The schedule that counts: the run's (`override_opt_param_scheduler`) or the checkpoint's
-(`use_checkpoint_opt_param_scheduler`, or another scheduler than megatron's). With "equal", both must be equal."""
+"""Which schedule counts: the run's (`override_opt_param_scheduler`) or the checkpoint's
+(`use_checkpoint_opt_param_scheduler`, or a scheduler of another class than megatron's). With "equal", the two schedules
+must be equal."""
 
 
 @dataclass(frozen=True)

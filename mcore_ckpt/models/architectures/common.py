@@ -62,7 +62,7 @@ DENSE_MLP = (
 )
 
 EXPERT = "mlp.experts.local_experts.{expert}."
-"""The beginning of an expert's tensors' names in mcore."""
+"""The beginning of the mcore names of an expert's tensors."""
 
 ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
