@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HELP = "begin a new run with a step of another run"
 DESCRIPTION = """\
-Makes a fork: a new folder of steps that begins with a copy of one complete step, as a run of its own. A training with
+Makes a fork: a new run in a new folder of steps, which begins with a copy of one complete step. A training with
 NEWROOT goes on from the step, and its saves and deletions do not change ROOT. On one file system, both folders share
 the files as hard links, or as blocks, so that no bytes are copied. NEWROOT must not have steps or a run: nothing is
 replaced. The step appears once it is complete."""

@@ -161,10 +161,10 @@ def verdict(outcome: Outcome) -> str:
     if outcome.identical:
         return (
             f"[bold green]Identical to the last bit[/]: killed with {lost} unsaved {steps}, resumed from step "
-            f"{outcome.resumed.resumed_from}, and all {outcome.plan.steps} losses equal those of the uninterrupted run."
+            f"{outcome.resumed.resumed_from}, and all {outcome.plan.steps} losses are as in the uninterrupted run."
         )
     return (
-        "[bold red]Not identical[/]: the losses differ from those of the uninterrupted run, so some state was not "
+        "[bold red]Not identical[/]: the losses differ from the uninterrupted run's losses, so some state was not "
         f"restored. Logs and checkpoints are in {escape(str(outcome.plan.directory))}."
     )
 

@@ -38,8 +38,8 @@ def read_config(args: Any) -> CheckpointConfig:
     if not isinstance(given, dict):
         raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not a JSON object, such as '{{\"timeout_s\": 300}}'")
     config = CheckpointConfig.from_dict(given, "--mcore_ckpt", but=(*_SAID_ELSEWHERE, *_REFUSED))
-    refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights beside each checkpoint")
-    refuse_skip(config, "--mcore_ckpt", "ms-swift writes args.json and a tracker beside each checkpoint")
+    refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights next to each checkpoint")
+    refuse_skip(config, "--mcore_ckpt", "ms-swift writes args.json and a tracker next to each checkpoint")
     if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
         # GRPO and GKD free the memory after the step, even if a save still reads it.
         config = replace(config, async_mode="snapshot")
