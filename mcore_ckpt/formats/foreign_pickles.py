@@ -133,7 +133,7 @@ def _find_metadata(module: str, name: str) -> Any:
 
 def _maker(cls: type) -> Call:
     if issubclass(cls, Enum):
-        return Call(lambda value: _member(cls, value))
+        return _EnumCall(cls)
     return _without_arguments(cls.__name__, lambda: cls.__new__(cls))
 
 
@@ -146,9 +146,23 @@ def _without_arguments(name: str, make: Callable[[], Any]) -> Call:
     return Call(made)
 
 
-def _member(cls: Callable[[Any], Any], value: Any) -> Any:
-    check_key(value)
-    return cls(value)
+class _EnumCall(Call):
+    """Replaces a class of enums. A pickle calls it with the value of a member."""
+
+    def __init__(self, cls: type[Enum]) -> None:
+        super().__init__(self._of_value)
+        self.members = cls
+
+    def _of_value(self, value: Any) -> Enum:
+        check_key(value)
+        return self.members(value)
+
+
+def _member_of_name(cls: Any, name: Any) -> Enum:
+    """Replaces `getattr`, with which Python 3.11.0 to 3.11.3 pickle the members of enums (`Enum.__reduce_ex__`)."""
+    if not isinstance(cls, _EnumCall) or type(name) is not str or name not in cls.members.__members__:
+        raise PickleError("the pickle takes an attribute of something that is not an enum with that member")
+    return cls.members[name]
 
 
 def _size(*args: Any) -> torch.Size:
@@ -173,12 +187,16 @@ def _layout(name: Any) -> torch.layout:
     return torch.strided
 
 
+# What Python's own classes are called depends on the version of Python.
+_OF_PYTHON: dict[tuple[str, str], Any] = {
+    **{(module, "getattr"): Call(_member_of_name) for module in ("builtins", "__builtin__")},
+    **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},  # the latter in Python 3.13
+}
 _METADATA_OTHERS: dict[tuple[str, str], Any] = {
+    **_OF_PYTHON,  # `StorageMeta.checkpoint_id` is the path of the folder that torch wrote to
     ("torch", "Size"): Call(_size),
     ("torch", "device"): Call(_device),
     ("torch.serialization", "_get_layout"): Call(_layout),
-    # `StorageMeta.checkpoint_id` is the path of the folder that torch wrote to.
-    ("pathlib", "PosixPath"): Call(_path),
 }
 
 
@@ -235,7 +253,7 @@ _DATA: dict[tuple[str, str], Any] = {
         (cls.__module__, cls.__name__): _without_arguments(str(cls), cls)
         for cls in (argparse.Namespace, types.SimpleNamespace, io.BytesIO)
     },
-    ("pathlib", "PosixPath"): Call(_path),
+    **_OF_PYTHON,
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Call(_number_type),

@@ -3,13 +3,17 @@
 import argparse
 import os
 import pickle
+from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from megatron.core.enums import ModelType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
@@ -67,3 +71,42 @@ def test_damaged(data: bytes, tmp_path: Path) -> None:
         load_safely(tmp_path / "file", "file")
     with pytest.raises(CheckpointCorruptError, match="missing"):
         load_safely(tmp_path / "missing", "missing")
+
+
+class OldPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_enums_of_the_first_releases_of_python_3_11(tmp_path: Path) -> None:
+    metadata = Metadata({"weight": TensorProperties(memory_format=torch.channels_last)}, None, {})  # type: ignore[dict-item]
+    with (tmp_path / ".metadata").open("wb") as file:
+        OldPickler(file).dump(metadata)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert load_metadata(tmp_path / ".metadata") == metadata
+
+    pickling = SimpleNamespace(__name__="pickle", Pickler=OldPickler)
+    torch.save({"model_type": ModelType.encoder_or_decoder}, tmp_path / "common.pt", pickling)
+    assert load_safely(tmp_path / "common.pt", "common.pt") == {"model_type": ModelType.encoder_or_decoder}
+
+
+@pytest.mark.parametrize(("of", "name"), [(OrderedDict, "fromkeys"), (ModelType, "__class__"), (ModelType, "mro")])
+def test_other_attributes_are_not_taken(of: type, name: str, tmp_path: Path) -> None:
+    class Attribute:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (of, name)
+
+    torch.save(Attribute(), tmp_path / "common.pt")
+    with pytest.raises(CheckpointCorruptError, match="an attribute of something that is not an enum"):
+        load_safely(tmp_path / "common.pt", "common.pt")
+
+
+def test_paths_of_python_3_13(tmp_path: Path) -> None:
+    meta = StorageMeta(checkpoint_id=tmp_path)
+    pickled = pickle.dumps(Metadata({}, None, {}, storage_meta=meta), protocol=2)
+    newer = pickled.replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath")
+    assert newer != pickled
+    (tmp_path / ".metadata").write_bytes(newer)
+    assert load_metadata(tmp_path / ".metadata").storage_meta == meta
