@@ -177,8 +177,9 @@ class PreemptionGuard:
         In that case, the last save has been made already.
 
         All ranks call it equally often, after each step and, if they like, between steps. They may call it at any point
-        at which the training state is still that of step `step`. Calls that follow each other quickly are passed over:
-        they return False without asking the other ranks.
+        at which the training state is still that of step `step`. Some of the calls that follow each other quickly are
+        passed over: they return False without asking the other ranks. Which ones depends on `step`, so all ranks give
+        the same steps.
 
         If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
         the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
@@ -199,7 +200,7 @@ class PreemptionGuard:
             raise InvalidStateError("this PreemptionGuard is not entered: use it in a with statement")
         check_value("step", step, int, {"least": 0})
         self._signals.warn_of_others()
-        if not self._pace.asks_now():
+        if not self._pace.asks_now(step):
             return False
         began = time.monotonic()
         outcome = self._ask(agreement, step)
@@ -280,9 +281,7 @@ class PreemptionGuard:
         if self._end is None:
             return None
         durable_s = self._last_save.times.durable_s
-        needed_s = (
-            (_UNKNOWN_SAVE_S if durable_s is None else durable_s * MARGIN) + self._pace.longest_call_s + _TO_END_S
-        )
+        needed_s = (_UNKNOWN_SAVE_S if durable_s is None else durable_s * MARGIN) + self._pace.longest_gap_s + _TO_END_S
         left_s = self._end.at - time.monotonic()
         if left_s > needed_s:
             return None
