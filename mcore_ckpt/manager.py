@@ -387,7 +387,7 @@ class CheckpointManager:
         """Returns what a new `PreemptionGuard` needs of this manager. Every rank calls it equally often."""
         agreement = self._trainer.agreement
         open_own = partial(agreement.for_thread, f"preemption-{next(self._guards_made)}")
-        return SaveControl(agreement, self._context.commits, self._background, self._destination, open_own)
+        return SaveControl(self.role, agreement, self._context.commits, self._background, self._destination, open_own)
 
     def _call(self, topic: str) -> AbstractContextManager[None]:
         """Makes all that happens in the `with` block one call of all ranks (`Agreement.call`)."""

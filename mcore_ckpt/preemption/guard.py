@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -16,12 +17,14 @@ from typing import Any, NoReturn
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.preemption.choice import MARGIN
 from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
-from mcore_ckpt.preemption.last_save import MARGIN, LastSave, Stopped, time_for_waits
+from mcore_ckpt.preemption.last_save import LastSave, Stopped, time_for_waits
 from mcore_ckpt.preemption.pace import Pace
 from mcore_ckpt.preemption.requests import Signals, StopRequest, TriggerFile
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.save.background import SaveHandle
+from mcore_ckpt.save.save_control import SaveControl
 from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ class PreemptionGuard:
     step and no save, however many come. Only SIGKILL ends the last save.
 
     Args:
-        manager: the manager that saves.
+        manager: the manager that saves, or a list of managers, one for each role. All of them make the same kind of
+            save. If one of them fails, the step counts as not saved.
         signals: the signals that ask for a stop, on any rank. Existing handlers of these signals are called, too, and
             are put back at the end.
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
@@ -49,10 +53,14 @@ class PreemptionGuard:
         training_ends_in_s: in how many seconds the machine will be taken away even if no request comes. The training
             stops early enough to save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a
             reservation at SageMaker or Volcengine; `math.inf`: never.
-        save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts. This number counts until
-            this process has made a durable save. None: unknown, so a save is tried.
-        extra_state: the trainer's own state for the last save, or a function that returns it.
-        save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`.
+        save_takes_s: how many seconds a durable save takes (of all roles), as `mcore-ckpt bench` predicts. This number
+            counts until this process has made a durable save with each manager. None: unknown, so a save is tried.
+        extra_state: the trainer's own state for the last save, or a function that returns it. Of several managers, the
+            first one saves it.
+        save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`, or
+            with each manager in turn. It returns the handles of all its saves: one handle or a list. If it returns
+            something else, such as None, or one handle for several managers, then each manager must have begun a save
+            of the step. Otherwise the step counts as not saved.
         exit_status: the value of the property `exit_status` if the training was stopped.
 
     Raises:
@@ -69,7 +77,7 @@ class PreemptionGuard:
 
     def __init__(
         self,
-        manager: CheckpointManager,
+        manager: CheckpointManager | Sequence[CheckpointManager],
         *,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         trigger_file: str | Path | None = None,
@@ -77,11 +85,10 @@ class PreemptionGuard:
         training_ends_in_s: float | None = None,
         save_takes_s: float | None = None,
         extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-        save: Callable[[int], SaveHandle] | None = None,
+        save: Callable[[int], SaveHandle | Sequence[SaveHandle] | None] | None = None,
         exit_status: int = 0,
     ) -> None:
-        if not isinstance(manager, CheckpointManager):
-            raise InvalidTypeError(f"manager is a {type(manager).__name__}: use a CheckpointManager")
+        managers = _checked_managers(manager)
         if save is not None and extra_state is not None:
             raise InvalidArgumentError("save and extra_state are both given: let save pass the extra state itself")
         check_value("deadline_s", deadline_s, float | None, {"above": 0, "of": "seconds"})
@@ -89,10 +96,11 @@ class PreemptionGuard:
         if training_ends_in_s != math.inf:
             check_value("training_ends_in_s", training_ends_in_s, float | None, {"above": 0, "of": "seconds"})
         check_value("exit_status", exit_status, int, {"least": 0})
-        control = manager.save_control()
-        self._rank_0, self._control = control.agreement.is_coordinator, control
+        self._controls = [each.save_control() for each in managers]
+        _check_same_places(self._controls)
+        self._rank_0 = self._controls[0].agreement.is_coordinator
         # This agreement has its own client of the store, and does not watch disks. So training goes on if a disk hangs.
-        self._open = control.open_own
+        self._open = self._controls[0].open_own
         self._agreement: Agreement | None = None
         self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
         self._exit_status = exit_status
@@ -103,7 +111,7 @@ class PreemptionGuard:
             self._file = TriggerFile(path, deadline_s, self._limit_waits)
         self._has_file, self._has_been_entered = trigger_file is not None, False
         self._end: EndTime | None = None
-        self._last_save = LastSave(control, save or (lambda step: manager.save(step, extra_state)), save_takes_s)
+        self._last_save = LastSave(self._controls, save or partial(_save_all, managers, extra_state), save_takes_s)
         self._pace = Pace(deadline_s)
         self._stopped: Stopped | None = None
 
@@ -233,7 +241,8 @@ class PreemptionGuard:
         if self._deadline_s is None:
             return
         seconds = time_for_waits(request.at + self._deadline_s - time.monotonic())
-        self._control.limit_waits(seconds, even_later=False)
+        for control in self._controls:
+            control.limit_waits(seconds, even_later=False)
         agreement = self._agreement
         if agreement is not None:
             agreement.limit_waits(seconds, even_later=False)
@@ -286,6 +295,43 @@ class PreemptionGuard:
         if left_s > needed_s:
             return None
         return f"the end of the training's time in {max(0.0, left_s):.0f} s ({self._end.source})"
+
+
+def _checked_managers(given: Any) -> list[CheckpointManager]:
+    managers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for manager in managers:
+        if not isinstance(manager, CheckpointManager):
+            raise InvalidTypeError(
+                f"manager is or has a {type(manager).__name__}: use a CheckpointManager or a list of them"
+            )
+    if not managers or len({(manager.root, manager.role) for manager in managers}) < len(managers):
+        raise InvalidArgumentError(
+            f"the managers have the roles {[manager.role for manager in managers]}: pass at least one manager, and "
+            "only one for each role"
+        )
+    return managers
+
+
+def _save_all(managers: Sequence[CheckpointManager], extra_state: Any, step: int) -> list[SaveHandle]:
+    first, *others = managers
+    return [first.save(step, extra_state), *(each.save(step) for each in others)]
+
+
+def _check_same_places(controls: Sequence[SaveControl]) -> None:
+    """Raises InvalidArgumentError if the managers cannot all make the same kind of save."""
+    places = {(each.destination.has_nodes, each.destination.has_root) for each in controls}
+    if len(places) > 1:
+        raise InvalidArgumentError(
+            "the managers save to different places, so that no kind of last save fits all of them: give all of them "
+            "a FastTier or none, and all of them a `durable_every` or none: "
+            + ", ".join(f"{each.role} saves {_places(each)}" for each in controls)
+        )
+
+
+def _places(control: SaveControl) -> str:
+    if not control.destination.has_nodes:
+        return "to the root"
+    return "to the nodes and the root" if control.destination.has_root else "to the nodes only"
 
 
 def _checked_signals(numbers: object) -> list[int]:

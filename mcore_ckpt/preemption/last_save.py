@@ -4,7 +4,7 @@
     choose, together with all ranks: durable, on the nodes only, or nothing
     save, and wait for it
 
-Every wait ends before the machine goes.
+Several managers, one for each role, make one choice and wait together. Every wait ends before the machine goes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, InvalidStateError
+from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, least_safe
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.save_control import SaveControl
 
 logger = logging.getLogger(__name__)
 
-DURABLE, ON_NODES = "durable", "on the nodes"
 # The share of the remaining time that is kept for the end of the process, and the most that is kept, in seconds.
 _SHARE_TO_END, _MOST_TO_END_S = 0.1, 5.0
-# The time that is reserved for a save, as a multiple of the time that it is expected to take.
-MARGIN = 1.25
 
 
 @dataclass(frozen=True)
@@ -38,81 +36,13 @@ class Stopped:
         step: the last step that was trained.
         reason: what has asked for the stop, with the rank: "SIGTERM on rank 3".
         saved: how step `step` is saved, as this rank knows it: "durable" (in the root), "on the nodes" (only in the
-            fast tier), or None: it is not saved, and the newest complete step remains.
+            fast tier), or None: it is not saved, and the newest complete step remains. Of several roles, the role that
+            is saved least safely counts.
     """
 
     step: int
     reason: str
     saved: str | None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The decision how the last step is saved in the time that is left.
-
-    Attributes:
-        how: "durable" or "on the nodes"; None: nothing.
-        is_new: whether the step is saved now; if not, an earlier save of the step counts.
-        reason: why the step does not become durable; empty if it does.
-    """
-
-    how: str | None
-    is_new: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Times:
-    """How long saves take, in seconds; None if unknown.
-
-    Attributes:
-        commit_s: from the beginning of a save until it is committed (with a fast tier: on the nodes).
-        drain_s: from the commit until the step is in the root; 0.0 without a fast tier.
-        given_s: how long a durable save takes in all, as the caller has said. Measured times are preferred.
-    """
-
-    commit_s: float | None
-    drain_s: float | None
-    given_s: float | None
-
-    @property
-    def durable_s(self) -> float | None:
-        """How long a durable save takes, or a lower bound if only that is known; None if nothing is known."""
-        if self.commit_s is not None and self.drain_s is not None:
-            return self.commit_s + self.drain_s
-        return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
-
-
-def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_root: bool) -> Choice:
-    """Chooses what to save.
-
-    Args:
-        left_s: how many seconds are left; infinite if that is unknown.
-        times: how long saves take. A save of unknown length is tried.
-        saved: how the step is saved already; None if it is not.
-        has_nodes, has_root: where saves can go.
-    """
-    if saved == DURABLE:
-        return Choice(saved, is_new=False)
-    problem = "the root gets no steps (durable_every=None)"
-    if has_root:
-        problem = _why_too_long("a durable save", times.durable_s, left_s)
-        if not problem:
-            return Choice(DURABLE, is_new=True)
-    if saved is not None:
-        return Choice(saved, is_new=False, reason=problem)
-    if not has_nodes:
-        return Choice(None, is_new=False, reason=problem)
-    too_long = _why_too_long("a save on the nodes", times.commit_s, left_s)
-    if too_long:
-        return Choice(None, is_new=False, reason=too_long)
-    return Choice(ON_NODES, is_new=True, reason=problem)
-
-
-def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
-    if takes_s is None or takes_s * MARGIN <= left_s:
-        return ""
-    return f"{what} takes about {takes_s:.1f} s, but only {max(0.0, left_s):.1f} s are left"
 
 
 def time_for_waits(left_s: float) -> float:
@@ -121,23 +51,27 @@ def time_for_waits(left_s: float) -> float:
 
 
 class LastSave:
-    """The last save of a manager.
+    """The last save of one manager, or of several with different roles.
 
     Args:
-        control: controls the manager's saves.
-        save: saves a step.
+        controls: control the managers' saves.
+        save: saves a step. Returns its handles: one, or a list or tuple of all of them. If it returns anything else, or
+            one handle for several managers, each manager must have begun a save of the step.
         given_s: see `Times.given_s`.
     """
 
-    def __init__(self, control: SaveControl, save: Callable[[int], SaveHandle], given_s: float | None) -> None:
-        self._control, self._save, self._given_s = control, save, given_s
-        self._background, self._destination = control.background, control.destination
+    def __init__(self, controls: Sequence[SaveControl], save: Callable[[int], object], given_s: float | None) -> None:
+        self._controls, self._save, self._given_s = controls, save, given_s
+        self._agreement = controls[0].agreement
+        # The guard has checked that all managers have the same.
+        self._has_nodes, self._has_root = controls[0].destination.has_nodes, controls[0].destination.has_root
         self._ends_at = math.inf
 
     @property
     def times(self) -> Times:
-        """How long saves take, as far as this rank knows."""
-        return Times(self._background.longest_s, self._destination.drain_s, self._given_s)
+        """How long saves take, as far as this rank knows. The managers are taken to save one after the other."""
+        commits = [each.background.longest_s for each in self._controls]
+        return Times(_sum(commits), _sum(each.destination.drain_s for each in self._controls), self._given_s)
 
     def make(self, step: int, reason: str, left_s: float | None) -> Stopped:
         """Saves a step, if there is time. Every rank calls it.
@@ -152,18 +86,17 @@ class LastSave:
         self._limit(left_s)
         saved: str | None = None
         try:
-            self._end_save_under_way()
+            self._end_saves_under_way()
             if left_s is not None and left_s <= 0:  # true on all ranks, and a wait for ranks would end at once
                 choice = Choice(self._saved_already(step), False, "no time is left")
             else:
                 choice = self._choose_together(step)
             if choice.is_new:
-                self._destination.choose_next(choice.how == DURABLE)
-                saved = self._await(self._save(step))
-            elif choice.how is not None:
-                newest = self._background.newest_of_step
-                saved = choice.how if newest is None else self._await(newest)
-            self._tell(step, choice, saved)
+                handles = self._begin(step, durable=choice.how == DURABLE)
+            else:
+                handles = self._saves_of(step) if choice.how is not None else []
+            saved = self._await_all(handles)
+            self._tell(step, choice, saved, handles)
         except (CheckpointError, TimeoutError) as error:
             logger.error("step %d could not be saved before the machine goes: %s", step, error)
         return Stopped(step, reason, saved)
@@ -173,7 +106,8 @@ class LastSave:
             return
         seconds = time_for_waits(left_s)
         self._ends_at = time.monotonic() + seconds
-        self._control.limit_waits(seconds)
+        for control in self._controls:
+            control.limit_waits(seconds)
 
     @property
     def _left_s(self) -> float:
@@ -183,23 +117,24 @@ class LastSave:
     def _patience_s(self) -> float | None:
         return None if self._ends_at == math.inf else max(0.0, self._left_s)
 
-    def _end_save_under_way(self) -> None:
-        newest = self._background.newest_of_step
-        if newest is not None:
-            with suppress(CheckpointError, TimeoutError):
-                newest.wait(self._patience_s)
-        if self._background.failure() is not None:
-            # This failure is logged already, and must not keep the last save from beginning.
-            self._background.mark_failure_seen()
+    def _end_saves_under_way(self) -> None:
+        for background in (control.background for control in self._controls):
+            newest = background.newest_of_step
+            if newest is not None:
+                with suppress(CheckpointError, TimeoutError):
+                    newest.wait(self._patience_s)
+            if background.failure() is not None:
+                # This failure is logged already, and must not keep the last save from beginning.
+                background.mark_failure_seen()
 
     def _choose_together(self, step: int) -> Choice:
         """Chooses with all ranks what to save. Raises AgreementError if a rank is missing."""
 
         def work() -> Record:
             return {
-                "busy": self._background.busy,
+                "busy": any(control.background.busy for control in self._controls),
                 "saved": self._saved_already(step),
-                "left": None if self._ends_at == math.inf else self._control.agreement.shortened(self._left_s),
+                "left": None if self._ends_at == math.inf else self._agreement.shortened(self._left_s),
             }
 
         def combine(records: Sequence[Record]) -> Record:
@@ -209,15 +144,86 @@ class LastSave:
             all_saved = [record["saved"] for record in records]
             saved = all_saved[0] if len(set(all_saved)) == 1 else None
             left_s = min((record["left"] for record in records if record["left"] is not None), default=math.inf)
-            places = self._destination.has_nodes, self._destination.has_root
-            return vars(choose(left_s, self.times, saved, *places))
+            return vars(choose(left_s, self.times, saved, self._has_nodes, self._has_root))
 
-        return Choice(**decide(self._control.agreement, f"choosing how to save step {step}", work, combine))
+        return Choice(**decide(self._agreement, f"choosing how to save step {step}", work, combine))
+
+    def _saves_of(self, step: int) -> list[SaveHandle]:
+        """Returns the newest save of each manager that is one of this step."""
+        newest = [control.background.newest_of_step for control in self._controls]
+        return [each for each in newest if each is not None and each.step == step]
 
     def _saved_already(self, step: int) -> str | None:
-        newest = self._background.newest_of_step
-        is_of_step = newest is not None and newest.step == step
-        return _how_saved(newest, self._destination.has_nodes) if newest and is_of_step else None
+        found = self._saves_of(step)
+        if len(found) < len(self._controls):
+            return None
+        return least_safe(_how_saved(each, self._has_nodes) for each in found)
+
+    def _begin(self, step: int, durable: bool) -> list[SaveHandle]:
+        """Saves a step, and returns the handles to wait for.
+
+        Raises InvalidStateError if the managers have not begun to save the step.
+        """
+        for control in self._controls:
+            control.destination.choose_next(durable)
+        try:
+            returned = self._save(step)
+        except (CheckpointError, TimeoutError) as error:
+            if self._has_saved_anyway(step):
+                logger.error("saving step %d has raised an error, but the step is saved: %s", step, error)
+                return self._saves_of(step)
+            raise
+        listed = returned if isinstance(returned, (list, tuple)) else [returned]
+        given = [each for each in listed if isinstance(each, SaveHandle)]
+        if len(given) > len(self._controls):
+            logger.warning(
+                "the function `save` of the PreemptionGuard has saved with %d managers, but the guard has %d: give the "
+                "guard all of them, because it limits the waits of no other",
+                *(len(given), len(self._controls)),
+            )
+        if given and len(self._controls) == 1:
+            return given
+        return self._with_all_roles(step, given, must_have_all=not given or listed is not returned)
+
+    def _has_saved_anyway(self, step: int) -> bool:
+        """Waits for all saves of the step that have begun: another role's save may have, before `save` has raised."""
+        with suppress(CheckpointError, TimeoutError):
+            return self._await_all(self._saves_of(step)) is not None and self._saved_already(step) is not None
+        return False
+
+    def _with_all_roles(self, step: int, given: Sequence[SaveHandle], must_have_all: bool) -> list[SaveHandle]:
+        """Returns the given handles and those of the managers' saves of the step.
+
+        Raises InvalidStateError if a manager has none, and `must_have_all`.
+        """
+        own = self._saves_of(step)
+        found = list(dict.fromkeys([*given, *own]))
+        missing = [each.role for each in self._controls if each.background.newest_of_step not in own]
+        if not missing or not must_have_all:
+            return found
+        self._await_all(found)
+        raise InvalidStateError(
+            f"the function `save` of the PreemptionGuard has not saved with the manager of {' and '.join(missing)}: "
+            "let it save with each manager, or return a list with the handles of all its saves"
+        )
+
+    def _await_all(self, handles: Sequence[SaveHandle]) -> str | None:
+        """Waits for all saves, as long as there is time. Returns how the step is saved.
+
+        Raises CheckpointError or TimeoutError if one has failed or is still under way, after all have been waited for.
+        """
+        saved: list[str | None] = []
+        errors: list[CheckpointError | TimeoutError] = []
+        for handle in handles:
+            try:
+                saved.append(self._await(handle))
+            except (CheckpointError, TimeoutError) as error:
+                errors.append(error)
+        for further in errors[1:]:
+            logger.error("%s", further)
+        if errors:
+            raise errors[0]
+        return least_safe(saved)
 
     def _await(self, handle: SaveHandle) -> str | None:
         """Waits for a save and for the copies that make it safe, as long as there is time.
@@ -234,28 +240,35 @@ class LastSave:
         elif handle.copies is not None:
             with suppress(TimeoutError):
                 handle.copies.wait(self._patience_s)
-        return _how_saved(handle, self._destination.has_nodes, only_ended=True)
+        return _how_saved(handle, self._has_nodes, only_ended=True)
 
-    def _tell(self, step: int, choice: Choice, saved: str | None) -> None:
-        if self._control.agreement.rank != 0:
+    def _tell(self, step: int, choice: Choice, saved: str | None, handles: Sequence[SaveHandle]) -> None:
+        if self._agreement.rank != 0:
             return
         if saved == DURABLE:
             logger.warning("step %d is saved, and durable", step)
         elif saved is not None:
-            reason = choice.reason or _why_not_durable(self._background.newest_of_step)
+            reason = choice.reason or _why_not_durable(handles)
             logger.warning("step %d is saved on the nodes, but not in the root: %s", step, reason)
         else:
             reason = choice.reason or "the last save was skipped"
             logger.warning("step %d is not saved, so the newest complete step remains: %s", step, reason)
 
 
-def _why_not_durable(handle: SaveHandle | None) -> str:
+def _sum(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    known = [each for each in listed if each is not None]
+    return sum(known) if len(known) == len(listed) else None
+
+
+def _why_not_durable(handles: Iterable[SaveHandle]) -> str:
     """Says why a step that was to become durable is only on the nodes."""
-    drain = None if handle is None else handle.drain
+    late = [handle.drain for handle in handles if handle.drain is None or not handle.drain.committed]
+    if not late:
+        return "the copy to the root was not over in time, but is now"
+    drain = late[0]
     if drain is None:
         return "the step was not to be copied to the root"
-    if drain.committed:
-        return "the copy to the root was not over in time, but is now"
     return f"the copy to the root has failed: {drain.exception}" if drain.done else "no time is left"
 
 

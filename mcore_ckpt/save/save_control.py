@@ -15,6 +15,7 @@ class SaveControl:
     """The saves of one manager, for one guard.
 
     Attributes:
+        role: the manager's role.
         agreement: connects the ranks on the trainer's thread.
         commits: connects the ranks on the thread of the saves.
         background: the saves that are under way.
@@ -22,6 +23,7 @@ class SaveControl:
         open_own: returns an agreement of the same ranks for the guard alone, which uses it on the trainer's thread.
     """
 
+    role: str
     agreement: Agreement
     commits: Agreement
     background: BackgroundSaves

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
-from mcore_ckpt.errors import AgreementError, CommitError, InvalidArgumentError, InvalidStateError
+from mcore_ckpt.errors import AgreementError, CommitError, InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.preemption import PreemptionGuard, Stopped, requests
 from mcore_ckpt.save.rank_files import RankFiles
@@ -42,9 +42,15 @@ def default_handlers() -> Iterator[None]:
         assert [signal.getsignal(number) for number in numbers] == before
 
 
-def manager_of(training: Training, root: Path, **config: Any) -> CheckpointManager:
+def manager_of(training: Training, root: Path, role: str = "actor", **config: Any) -> CheckpointManager:
     choices = CheckpointConfig(timeout_s=60.0, **config)
-    return CheckpointManager(root, training.model, training.optimizer, training.scheduler, config=choices)
+    return CheckpointManager(root, training.model, training.optimizer, training.scheduler, role=role, config=choices)
+
+
+def roles_of(training: Training, root: Path, **config: Any) -> list[CheckpointManager]:
+    """An actor and a critic, which save the same model."""
+    roles = ("actor", "critic")
+    return [manager_of(training, root, role, roles=roles, **config) for role in roles]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -373,3 +379,140 @@ def test_megatrons_exit_signal_handler_hears_it_too(shared_path: Path) -> None:
                 assert heard == [True, True]
         manager.close()
         assert steps_in(shared_path) == [last]
+
+
+@contextmanager
+def failing_saves(monkeypatch: pytest.MonkeyPatch, manager: CheckpointManager, rank: int) -> Iterator[None]:
+    """Each save of the manager fails on this rank, after it has begun."""
+    capture = RankFiles.capture
+
+    def fail(files: RankFiles, place: Any) -> None:
+        capture(files, place)
+        if files._context is manager._context and dist.get_rank() == rank:
+            monkeypatch.setattr(files, "write", lambda *_, **__: 1 / 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankFiles, "capture", fail)
+        yield
+
+
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=FULL)])
+def test_all_roles_are_saved_and_the_worst_of_them_counts(
+    is_async: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        actor, critic = roles_of(training, shared_path, async_save=is_async)
+        guard = PreemptionGuard([actor, critic], deadline_s=60.0, extra_state={"is": "last"})
+        waits: list[float] = []
+        last = run(training, guard, {2: 1}, saves=lambda _: waits.append(critic._trainer.agreement.shortened(1000.0)))
+        with everywhere():
+            assert guard.stopped == Stopped(last, "SIGTERM on rank 1", "durable")
+            assert (waits[-1] < 60.0) == (dist.get_rank() == 1), "the signal limits the waits of all roles"
+            assert actor.load().extra_state == {"is": "last"}
+            assert critic.load().step == last
+        assert steps_in(shared_path) == [last]
+
+        def save_both(step: int) -> Any:
+            return (critic.save(step), actor.save(step))[1]
+
+        for saves in (None, save_both) if is_async else (None,):
+            guard = PreemptionGuard([actor, critic], deadline_s=60.0, save=saves)
+            with failing_saves(monkeypatch, critic, rank=1):
+                stopped_at = run(training, guard, {last + 1: 1}, first=last)
+            with everywhere():
+                assert guard.stopped == Stopped(stopped_at, "SIGTERM on rank 1", None)
+                assert f"step {stopped_at} could not be saved before the machine goes" in caplog.text
+                assert "ZeroDivisionError" in caplog.text
+            assert steps_in(shared_path) == [last]
+            caplog.clear()
+        for manager in (actor, critic):
+            with everywhere():
+                assert manager._trainer.agreement.shortened(1000.0) < 60.0, "no wait outlasts the deadline"
+            error_of(manager.close)
+
+
+@pytest.mark.parametrize(("drain_s", "saved"), [(0.0, "durable"), (500.0, "on the nodes")])
+def test_with_a_fast_tier_all_roles_make_the_same_kind_of_save(drain_s: float, saved: str, shared_path: Path) -> None:
+    fast = FastTier(shared_path / "node", replicas=0, durable_every=100)
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        managers = roles_of(training, shared_path / "root", fast=fast, async_save=True)
+        for manager in managers:
+            manager.save(0).wait()
+            manager._destination._fast.drains._took.append(drain_s)  # type: ignore[attr-defined]
+        guard = PreemptionGuard(managers, deadline_s=900.0)  # it has time for one of them
+        last = run(training, guard, {1: 1})
+        with everywhere():
+            assert guard.stopped == Stopped(last, "SIGTERM on rank 1", saved)
+        for manager in managers:
+            manager.close()
+        assert steps_in(shared_path / "root") == ([last] if saved == "durable" else [])
+        assert last in steps_in(shared_path / "node")
+
+
+def test_a_save_function_need_not_return_handles(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        actor, critic = managers = roles_of(training, shared_path, async_save=True)
+
+        def saved_after(first: int, save: Any, of: Any = managers) -> str | None:
+            guard = PreemptionGuard(of, save=save)
+            last = run(training, guard, {first + 1: 0}, first=first)
+            assert guard.stopped is not None
+            assert guard.stopped.step == last
+            return guard.stopped.saved
+
+        def save_both(step: int) -> None:
+            actor.save(step)
+            critic.save(step)
+
+        saved = saved_after(0, save_both)
+        with everywhere():
+            assert saved == "durable"
+        assert steps_in(shared_path) == [1]
+        saved = saved_after(1, lambda step: [critic.save(step, roles=("critic",))])
+        with everywhere():
+            assert saved == "durable", "these are all saves"
+        missing = {"actor and critic": lambda step: None, "critic": actor.save}
+        for first, (roles, save) in enumerate(missing.items(), 2):
+            saved = saved_after(first, save)
+            with everywhere():
+                assert saved is None
+                assert f"has not saved with the manager of {roles}: " in caplog.text
+        saved = saved_after(4, lambda step: [critic.save(step), actor.save(step)], of=actor)
+        with everywhere():
+            assert saved == "durable"
+            assert "has saved with 2 managers, but the guard has 1" in caplog.text
+        saved = saved_after(5, save_both, of=critic)
+        with everywhere():
+            assert saved == "durable"
+
+        def fail_afterwards(step: int) -> None:
+            save_both(step)
+            raise CommitError("the save's listener has failed")
+
+        saved = saved_after(6, fail_afterwards)
+        with everywhere():
+            assert saved == "durable", "both are committed"
+            assert "raised an error, but the step is saved: the save's listener has failed" in caplog.text
+        for manager in managers:
+            manager.close()
+
+
+def test_managers_that_do_not_fit_together_are_refused(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        actor = manager_of(training, shared_path / "root")
+        critic = manager_of(training, shared_path / "root", "critic", fast=FastTier(shared_path / "node", replicas=0))
+        with everywhere():
+            with pytest.raises(InvalidArgumentError, match="actor saves to the root, critic saves to the nodes and"):
+                PreemptionGuard([actor, critic])
+            with pytest.raises(InvalidArgumentError, match="only one for each role"):
+                PreemptionGuard([actor, actor])
+            with pytest.raises(InvalidArgumentError, match="at least one manager"):
+                PreemptionGuard([])
+            with pytest.raises(InvalidTypeError, match="has a str"):
+                PreemptionGuard([actor, "critic"])  # type: ignore[list-item]
+        actor.close()
+        critic.close()

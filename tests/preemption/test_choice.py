@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import preemption
-from mcore_ckpt.preemption.last_save import DURABLE, ON_NODES, Choice, Times, _why_not_durable, choose
+from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose
+from mcore_ckpt.preemption.last_save import _why_not_durable
 
 UNKNOWN = Times(None, None, None)
 ROOT = Times(10.0, 0.0, None)
@@ -59,8 +60,10 @@ def test_what_fits_is_saved(
     ],
 )
 def test_the_reason_why_a_step_is_only_on_the_nodes_is_the_true_one(drain: Any, reason: str) -> None:
+    there: Any = SimpleNamespace(drain=SimpleNamespace(done=True, committed=True, exception=None))
     handle: Any = SimpleNamespace(drain=drain)
-    assert reason in _why_not_durable(handle)
+    assert reason in _why_not_durable([handle])
+    assert reason in _why_not_durable([there, handle]), "the role that is not in the root has the reason"
 
 
 def test_the_guard_uses_no_private_fields_of_the_manager() -> None:

@@ -1,0 +1,84 @@
+"""Chooses how the last step is saved in the time that is left: durable, on the nodes only, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+DURABLE, ON_NODES = "durable", "on the nodes"
+# The time that is reserved for a save, as a multiple of the time that it is expected to take.
+MARGIN = 1.25
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision how the last step is saved in the time that is left. It holds for all managers.
+
+    Attributes:
+        how: "durable" or "on the nodes"; None: nothing.
+        is_new: whether the step is saved now; if not, an earlier save of the step counts.
+        reason: why the step does not become durable; empty if it does.
+    """
+
+    how: str | None
+    is_new: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long saves take, in seconds; None if unknown.
+
+    Attributes:
+        commit_s: from the beginning of a save until it is committed (with a fast tier: on the nodes).
+        drain_s: from the commit until the step is in the root; 0.0 without a fast tier.
+        given_s: how long a durable save takes in all, as the caller has said. Measured times are preferred.
+    """
+
+    commit_s: float | None
+    drain_s: float | None
+    given_s: float | None
+
+    @property
+    def durable_s(self) -> float | None:
+        """How long a durable save takes, or a lower bound if only that is known; None if nothing is known."""
+        if self.commit_s is not None and self.drain_s is not None:
+            return self.commit_s + self.drain_s
+        return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
+
+
+def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_root: bool) -> Choice:
+    """Chooses what to save.
+
+    Args:
+        left_s: how many seconds are left; infinite if that is unknown.
+        times: how long saves take. A save of unknown length is tried.
+        saved: how the step is saved already; None if it is not.
+        has_nodes, has_root: where saves can go.
+    """
+    if saved == DURABLE:
+        return Choice(saved, is_new=False)
+    problem = "the root gets no steps (durable_every=None)"
+    if has_root:
+        problem = _why_too_long("a durable save", times.durable_s, left_s)
+        if not problem:
+            return Choice(DURABLE, is_new=True)
+    if saved is not None:
+        return Choice(saved, is_new=False, reason=problem)
+    if not has_nodes:
+        return Choice(None, is_new=False, reason=problem)
+    too_long = _why_too_long("a save on the nodes", times.commit_s, left_s)
+    if too_long:
+        return Choice(None, is_new=False, reason=too_long)
+    return Choice(ON_NODES, is_new=True, reason=problem)
+
+
+def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
+    if takes_s is None or takes_s * MARGIN <= left_s:
+        return ""
+    return f"{what} takes about {takes_s:.1f} s, but only {max(0.0, left_s):.1f} s are left"
+
+
+def least_safe(saved: Iterable[str | None]) -> str | None:
+    """Returns how a step is saved of which each role is saved in one of these ways. None: it is not saved."""
+    return min(saved, key=(None, ON_NODES, DURABLE).index, default=None)
