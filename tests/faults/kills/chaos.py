@@ -166,6 +166,8 @@ class Chain:
         return outcome
 
     def _check_survivors(self, outcome: Outcome) -> None:
+        bad = {rank: end for rank, end in enumerate(outcome.ends) if end not in (0, -signal.SIGKILL)}
+        outcome.problems += [f"rank {rank} has ended with {end}" for rank, end in bad.items()]
         for rank, report in outcome.reports.items():
             error = report["error"]
             if error is not None and not (outcome.killed and is_what_a_death_causes(report)):

@@ -69,12 +69,13 @@ def ledger(folder: str | Path, rank: int) -> Path:
 def run_rank(life: Preemption, rank: int, ready: int) -> NoReturn:
     """A whole life. Writes to `ready` when its guard hears signals."""
     signal.alarm(ALARM_S)
-    report: dict[str, Any] = {"error": None, "step": None, "saved": None}
+    report: dict[str, Any] = {"error": None, "in": "setting up", "step": None, "saved": None}
     status = 1
     try:
         status = _live(life, rank, ready, report)
     except BaseException as error:
         report["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+        report["is_gloo"] = isinstance(error, RuntimeError)
     report["ended"] = time.time()
     life.report(rank).write_text(json.dumps(report))
     # Not through torch's farewell, which waits for the other ranks.
@@ -108,7 +109,7 @@ def _live(life: Preemption, rank: int, ready: int, report: dict[str, Any]) -> in
             with guard:
                 dist.barrier()
                 os.write(ready, b"x")
-                step = _train(life, manager, guard, training, step, book)
+                step = _train(life, manager, guard, training, step, book, report)
             assert guard.stopped is not None
             report |= {"step": step, "saved": guard.stopped.saved, "reason": guard.stopped.reason}
         manager.close()
@@ -128,10 +129,18 @@ def _recovered(manager: CheckpointManager) -> int:
 
 
 def _train(
-    life: Preemption, manager: CheckpointManager, guard: PreemptionGuard, training: Any, step: int, book: Any
+    life: Preemption,
+    manager: CheckpointManager,
+    guard: PreemptionGuard,
+    training: Any,
+    step: int,
+    book: Any,
+    report: dict[str, Any],
 ) -> int:
     while step < LAST_STEP:
+        report["in"] = "training"
         train(training, step, step + 1)
+        report["in"] = "saving"
         step += 1
         note(book, "state", step, digest(snapshot(training)))
         if life.saves_every is not None and step % life.saves_every == 0:

@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,16 @@ import torch
 
 from mcore_ckpt.steps.listing import complete_steps
 from tests.faults.kills.preempted_life import ALARM_S, STOPPED, Preemption, ledger, run_rank
-from tests.support.lives import damage, end_store, fork_ranks, host_store, notes, say, wait_until_ready
+from tests.support.lives import (
+    damage,
+    end_store,
+    fork_ranks,
+    host_store,
+    is_what_a_death_causes,
+    notes,
+    say,
+    wait_until_ready,
+)
 
 # Of a machine with fewer cores than ranks.
 DEADLINE_S = 60.0
@@ -105,8 +114,9 @@ def _one(life: Preemption, request: Request) -> tuple[str, list[str]]:
     statuses = [os.waitstatus_to_exitcode(os.waitpid(by_rank[rank], 0)[1]) for rank in range(life.world)]
     reports = [_report(life, rank) for rank in range(life.world)]
     newest = newest_on_disk(life)
-    if -signal.SIGKILL in statuses:
-        problems = _late(life, reports, asked) + _older(newest, newest_before)
+    if request.killed is not None and statuses[request.killed] == -signal.SIGKILL:
+        problems = unexpected_ends(statuses, reports, request.killed)
+        problems += _late(life, reports, asked) + _older(newest, newest_before)
         life.trigger.unlink(missing_ok=True)
     else:
         problems = _problems(life, statuses, reports, asked) + _of_disk(life, reports, newest, newest_before)
@@ -140,9 +150,28 @@ def _problems(life: Preemption, statuses: list[int], reports: list[dict[str, Any
     return found
 
 
+def unexpected_ends(statuses: Sequence[int], reports: Sequence[dict[str, Any]], killed: int) -> list[str]:
+    """How ranks have ended that the death of the rank `killed` does not explain.
+
+    A survivor has stopped, or has raised because of the death. In both cases there is a report. One that hangs has
+    none, because SIGALRM ends it.
+    """
+    found = []
+    for rank, (status, report) in enumerate(zip(statuses, reports, strict=True)):
+        if rank == killed:
+            continue
+        if status not in (STOPPED, 1) or not report:
+            hung = f": it has hung for {ALARM_S} s" if status == -signal.SIGALRM else ""
+            found.append(f"rank {rank} has ended with {status}{hung}")
+        elif report["error"] and not is_what_a_death_causes(report):
+            found.append(f"rank {rank} has raised in {report['in']}: {report['error']}")
+    return found
+
+
 def _late(life: Preemption, reports: list[dict[str, Any]], asked: float) -> list[str]:
-    late = [each["ended"] - asked for each in reports if each.get("ended", asked) - asked > life.deadline_s]
-    return [f"a rank has ended after {seconds:.1f} s" for seconds in late]
+    """Of ranks with a report. One without has ended in another way than it should, which `unexpected_ends` tells."""
+    took = [each["ended"] - asked for each in reports if each]
+    return [f"a rank has ended after {seconds:.1f} s" for seconds in took if seconds > life.deadline_s]
 
 
 def _older(newest: int | None, before: int | None) -> list[str]:
