@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -19,9 +20,10 @@ from mcore_ckpt.errors import CheckpointMismatchError
 
 # The key under which a stored value names its class, and the modules of all classes that a worker's state contains.
 _CLASS = "energon.class"
+_LOADER, _LOADER_STATE = "megatron.energon.savable_loader", "SavableDataLoaderState"
 _MODULES = {
-    "SavableDatasetCheckpoint": "megatron.energon.savable_loader",
-    "SavableDatasetState": "megatron.energon.savable_loader",
+    "SavableDatasetCheckpoint": _LOADER,
+    "SavableDatasetState": _LOADER,
     "SystemRngState": "megatron.energon.rng",
     "FlexState": "megatron.energon.state",
     "SliceState": "megatron.energon.flavors.webdataset.sample_loader",
@@ -34,10 +36,31 @@ def position_of(loader: Any) -> ShardedPosition:
     If the position contains a value that `extra_state` cannot hold, `save` raises an error that names the value.
     """
     state = loader.save_state_rank()
-    if state is None:  # a loader that has not begun
-        return ShardedPosition.of_energon([], 0, None)
+    return ShardedPosition.of_energon([], 0, None) if state is None else position_of_state(state)
+
+
+def is_state(value: Any) -> bool:
+    """True for what `save_state_rank` returns for a loader that has begun."""
+    return (type(value).__module__, type(value).__name__) == (_LOADER, _LOADER_STATE)
+
+
+def position_of_state(state: Any) -> ShardedPosition:
+    """Returns the position that is in the result of `save_state_rank` (not None)."""
+    # The states of worker processes are checkpoints, and that of the trainer's process is a FlexState.
+    has_workers = [type(worker).__name__ for worker in state.worker_states] != ["FlexState"]
     workers = [_plain(worker) for worker in state.worker_states]
-    return ShardedPosition.of_energon(workers, state.next_worker_id, state.micro_batch_size, loader.num_workers > 0)
+    return ShardedPosition.of_energon(workers, state.next_worker_id, state.micro_batch_size, has_workers)
+
+
+def state_of(position: ShardedPosition, rank: int | None = None, size: int | None = None) -> Any:
+    """Returns what `restore_state_rank` takes: Energon's object, or None if the saved loader had not begun.
+
+    Args:
+        position, rank, size: as in `restore`.
+
+    Raises CheckpointMismatchError: the saved states of workers cannot be divided among `size` ranks.
+    """
+    return _state(position.for_rank(rank, size))
 
 
 def restore(loader: Any, position: ShardedPosition, rank: int | None = None, size: int | None = None) -> None:
@@ -56,22 +79,23 @@ def restore(loader: Any, position: ShardedPosition, rank: int | None = None, siz
             number of workers is not the number of states for this rank.
     """
     state = position.for_rank(rank, size)
-    workers = state["workers"]
-    if not workers:
-        loader.restore_state_rank(None)
-        return
-    wanted = len(workers) if state["has_workers"] else 0
-    if loader.num_workers != wanted:
+    wanted = len(state["workers"]) if state["has_workers"] else 0
+    if state["workers"] and loader.num_workers != wanted:
         raise CheckpointMismatchError(
             f"{position.name} (energon): has the states of {wanted} workers for this rank, but the loader has "
             f"{loader.num_workers} workers: make the loader's WorkerConfig with {wanted} workers"
         )
-    made = import_module("megatron.energon.savable_loader").SavableDataLoaderState(
-        worker_states=[_object(worker) for worker in workers],
-        next_worker_id=state["next_worker"],
-        micro_batch_size=state["micro_batch_size"],
+    loader.restore_state_rank(_state(state))
+
+
+def _state(divided: Mapping[str, Any]) -> Any:
+    if not divided["workers"]:
+        return None
+    return getattr(import_module(_LOADER), _LOADER_STATE)(
+        worker_states=[_object(worker) for worker in divided["workers"]],
+        next_worker_id=divided["next_worker"],
+        micro_batch_size=divided["micro_batch_size"],
     )
-    loader.restore_state_rank(made)
 
 
 def _plain(value: Any) -> Any:

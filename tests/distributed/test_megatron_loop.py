@@ -22,6 +22,7 @@ from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CommitError,
     UnsupportedError,
@@ -35,6 +36,7 @@ from tests.distributed.snapshot import assert_same, poison, snapshot
 from tests.distributed.tiers import marks
 from tests.distributed.training import Layout, Step, Training, build, parallel, train
 from tests.support.commits import branch_in, came_from, is_fork_of
+from tests.support.energon_states import energon_classes, state_of_rank
 
 SAMPLES, OPERATIONS = 8, 1.5e12  # of one iteration
 PLAIN, DP2 = LAYOUTS["plain"], LAYOUTS["dp2-bf16"]
@@ -534,7 +536,7 @@ def test_the_batch_size_goes_on_growing_from_the_samples_consumed(shared_path: P
 
 
 class Loader:
-    """As Megatron Energon's: it knows where it is."""
+    """One that is not Energon's: its state is of plain values."""
 
     def save_state(self) -> dict[str, Any]:
         return {"rank": dist.get_rank(), "at": 7}
@@ -554,6 +556,36 @@ def assert_position_comes_back(loop: Loop, root: Path) -> None:
     second.load()
     with everywhere():
         assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
+
+
+@pytest.mark.world(2)
+def test_the_data_loaders_state_under_another_data_parallel_size(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-LM's wrappers of Energon return `save_state_rank()` from `save_state` (EnergonDataloader)."""
+    classes, rank = energon_classes(monkeypatch), dist.get_rank()
+    states = [state_of_rank(classes, each, workers=1) for each in range(2)]
+    roots = {"energon": shared_path / "energon", "plain": shared_path / "plain"}
+    loaders = {"energon": SimpleNamespace(save_state=lambda: states[rank]), "plain": Loader()}
+    same = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0}
+    with parallel(two := Layout(2, **same)):
+        for name, root in roots.items():
+            loop = Loop(build(two, seed=1), arguments(root, dataloader_save="wherever"))
+            loop.save(train_data_iterator=SimpleNamespace(iterable=loaders[name]))
+            loop.load()
+            found = drop_in.loaded_dataloader_state()
+            with everywhere():
+                assert repr(found) == repr(loaders[name].save_state())
+    with parallel(one := Layout(2, tp=2, **same)):
+        loop = Loop(build(one, seed=2), arguments(roots["energon"]))
+        loop.load()
+        found = drop_in.loaded_dataloader_state()
+        with everywhere():
+            assert isinstance(found, classes["SavableDataLoaderState"])
+            assert repr(found.worker_states) == repr([state.worker_states[0] for state in states])
+        Loop(loop.training, arguments(roots["plain"])).load()
+        with everywhere(), pytest.raises(CheckpointMismatchError, match=r"of 2 data-parallel ranks, and this .* has 1"):
+            drop_in.loaded_dataloader_state()
 
 
 @pytest.mark.world(2)

@@ -1,18 +1,15 @@
 """The state of Megatron-Energon's loader as a data position, with stand-ins for its classes.
 
-The stand-ins have the fields that the classes have in 7.4.1. With that version itself, real loaders have gone on with
-the same samples on the same ranks, and four loaders with one worker each on two ranks with two workers.
+With version 7.4.1 itself, real loaders have gone on with the same samples on the same ranks, and four loaders with one
+worker each on two ranks with two workers.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, make_dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_ckpt import ShardedPosition
 from mcore_ckpt.checkpoint.plain_files import pickle_plain
@@ -20,32 +17,13 @@ from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.integrations import energon
 from mcore_ckpt.sharding.data_position import of_record
 from mcore_ckpt.state.typed_values import from_stored, to_stored
-
-FIELDS = {
-    "megatron.energon.savable_loader": {
-        "SavableDataLoaderState": ("worker_states", "next_worker_id", "micro_batch_size"),
-        "SavableDatasetCheckpoint": ("state", "offset"),
-        "SavableDatasetState": ("rng", "dataset_state", "sample_index"),
-    },
-    "megatron.energon.rng": {"SystemRngState": ("torch", "numpy", "random")},
-    "megatron.energon.flavors.webdataset.sample_loader": {"SliceState": ("index", "current")},
-}
-PACKAGES = ("megatron.energon", "megatron.energon.flavors", "megatron.energon.flavors.webdataset")
+from tests.support.energon_states import energon_classes, state_of_rank
 
 
 @pytest.fixture(autouse=True)
 def classes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Energon's classes, by name."""
-    found: dict[str, Any] = {"FlexState": type("FlexState", (dict,), {"__module__": "megatron.energon.state"})}
-    modules = {name: ModuleType(name) for name in (*PACKAGES, "megatron.energon.state", *FIELDS)}
-    for name, module in modules.items():
-        for cls, fields in FIELDS.get(name, {}).items():
-            found[cls] = make_dataclass(cls, fields, kw_only=True, slots=True)
-            found[cls].__module__ = name
-            setattr(module, cls, found[cls])
-        monkeypatch.setitem(sys.modules, name, module)
-    modules["megatron.energon.state"].FlexState = found["FlexState"]  # type: ignore[attr-defined]
-    return found
+    return energon_classes(monkeypatch)
 
 
 @dataclass
@@ -63,19 +41,7 @@ class Loader:
 
 
 def loader_of(classes: dict[str, Any], rank: int, workers: int) -> Loader:
-    def worker(number: int) -> Any:
-        slices = [classes["SliceState"](index=number, current=10 * rank), None]
-        inner = classes["FlexState"]({"__class__": "Blend", 3: b"\x01", "slices": slices})
-        rng = classes["SystemRngState"](torch=torch.arange(4), numpy=("MT19937", 7), random=(3, (1, 2), None))
-        state = classes["SavableDatasetState"](
-            rng=rng, dataset_state=classes["FlexState"](inner=inner), sample_index=number
-        )
-        return classes["SavableDatasetCheckpoint"](state=state, offset=rank) if workers else inner
-
-    states = [worker(number) for number in range(workers or 1)]
-    return Loader(
-        workers, classes["SavableDataLoaderState"](worker_states=states, next_worker_id=0, micro_batch_size=2)
-    )
+    return Loader(workers, state_of_rank(classes, rank, workers))
 
 
 def stored(loader: Loader) -> dict[str, Any]:

@@ -21,15 +21,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_ckpt import SavedPart
+from mcore_ckpt import SavedPart, ShardedPosition
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import InvalidStateError, UnsupportedError
+from mcore_ckpt.errors import CheckpointMismatchError, InvalidStateError, UnsupportedError
 
 try:
     import megatron.core  # noqa: F401
 except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
+from mcore_ckpt.integrations import energon
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, LoopSettings, Training, restore_counters
 from mcore_ckpt.integrations.megatron.refusals import (
@@ -75,10 +76,35 @@ class _Settings(LoopSettings):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _LoadedData:
+    """The data loader's state of a checkpoint, and the data-parallel sizes at the save and at the load.
+
+    `saved` is None if the checkpoint does not say its size.
+    """
+
+    state: Any = None
+    saved: int | None = None
+    now: int = 1
+
+    def for_rank(self) -> Any:
+        """See `loaded_dataloader_state`."""
+        if isinstance(self.state, ShardedPosition):
+            return energon.state_of(self.state) if self.state.kind == "energon" else self.state
+        if self.state is not None and self.saved not in (None, self.now):
+            raise CheckpointMismatchError(
+                f"the checkpoint has the data loader's state of {self.saved} data-parallel ranks, and this training "
+                f"has {self.now}, which would skip some samples and repeat others: resume with {self.saved}, or do not "
+                "restore the data loader, so that it begins anew. Other sizes work if save_state returns Energon's "
+                "state or an mcore_ckpt.ShardedPosition"
+            )
+        return self.state
+
+
 _settings = _Settings()
 _checkpoints = LoopCheckpoints()
 _bank: RolloutBankPart | None = None
-_dataloader_state: Any = None
+_loaded_data = _LoadedData()
 
 
 def configure(
@@ -258,14 +284,15 @@ def load_checkpoint(
         load_arg=load_arg,
         check=lambda: check_groups(training.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group),
     )
-    global _dataloader_state
-    _dataloader_state = None
+    global _loaded_data
+    _loaded_data = _LoadedData()
     if loaded is None:
         return 0, 0
     if args["finetune"]:
         return 0, loaded.operations
     restore_counters(loaded, args)
-    _dataloader_state = loaded.state.get("dataloader_state_dict")
+    saved = loaded.state.get("layout", {}).get("dp")
+    _loaded_data = _LoadedData(loaded.state.get("dataloader_state_dict"), saved, training.layout()["dp"])
     return loaded.iteration, loaded.operations
 
 
@@ -288,12 +315,17 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 def loaded_dataloader_state() -> Any:
     """Returns this rank's data loader state from the checkpoint that was loaded last; None if it has no such state.
 
-    The state is what `train_data_iterator.iterable.save_state()` returned for the save.
+    The state is what `train_data_iterator.iterable.save_state()` returned for the save: Energon's object, for
+    `restore_state_rank`, plain values, or a ShardedPosition. Under another data-parallel size, Energon's object has
+    this rank's share of all saved workers (`ShardedPosition.of_energon`).
 
     Megatron-LM writes the state below `args.dataloader_save`, in separate files, which can belong to another iteration
     than the weights. Here the state is part of the checkpoint.
+
+    Raises CheckpointMismatchError: the data-parallel size is another one than at the save, and the state is plain
+        values, or Energon's workers cannot be divided among so many ranks.
     """
-    return _dataloader_state
+    return _loaded_data.for_rank()
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
@@ -307,4 +339,5 @@ def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
             "iterable with a save_state: leave the argument out, or pass a data iterator that has such an iterable "
             "(Megatron Energon's)"
         )
-    return iterable.save_state()
+    state = iterable.save_state()
+    return energon.position_of_state(state) if energon.is_state(state) else state
