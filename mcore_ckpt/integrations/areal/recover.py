@@ -19,7 +19,7 @@ from mcore_ckpt.integrations.areal import recover_info, stock_files
 from mcore_ckpt.integrations.areal.engine import is_checkpointed
 from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.integrations.areal.loggers import enable_loggers
-from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Progress
+from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Place, Progress
 from mcore_ckpt.integrations.areal.recovery_steps import RecoveryStep, RecoverySteps, engines_of, nothing_loaded
 from mcore_ckpt.ranks import agree
 from mcore_ckpt.recover import retried
@@ -48,6 +48,8 @@ class RecoverHandler(areal.RecoverHandler):
             `load`.
         timeout_s: how long any wait for another rank may take, in seconds.
         shared_with_group: as in CheckpointConfig, for a root that this handler makes.
+        data_begins_anew: if True, a load under another data-parallel size leaves the data loader as it is, with a
+            warning, so that its epoch begins anew. If False, such a load raises an error.
 
     Raises ValueError: a frequency is not above 0.
     """
@@ -60,11 +62,13 @@ class RecoverHandler(areal.RecoverHandler):
         others: Mapping[str, Any] | None = None,
         timeout_s: float = TIMEOUT_S,
         shared_with_group: bool | None = None,
+        data_begins_anew: bool = False,
     ) -> None:
         self.config = config
         self.ft_spec = ft_spec
         self.last_step_info = StepInfo(-1, -1, -1, ft_spec.steps_per_epoch)
         self._others = dict(others or {})
+        self._data_begins_anew = data_begins_anew
         self._schedule = Schedule(frequency_of(config))
         self._root = Path(
             os.path.abspath(self.recover_info_path(config.experiment_name, config.trial_name, config.fileroot))
@@ -105,6 +109,8 @@ class RecoverHandler(areal.RecoverHandler):
             logger.info("step %d has been saved already", step_info.global_step)
             return
 
+        place = self._place(engines)
+
         def read_progress() -> Progress:
             return Progress(
                 step=asdict(step_info),
@@ -113,6 +119,8 @@ class RecoverHandler(areal.RecoverHandler):
                 stats_logger=stats_logger.state_dict(),
                 checkpoint=self._schedule.state_dict(),
                 dataloader=dataloader.state_dict(),
+                dp=place.dp,
+                size=place.size,
             )
 
         step = self._steps.open(step_info.global_step, read_progress, list(engines))
@@ -150,7 +158,8 @@ class RecoverHandler(areal.RecoverHandler):
         Raises:
             CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing was loaded.
             CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
-            CheckpointMismatchError: a step is intact, but belongs to another model.
+            CheckpointMismatchError: a step is intact, but belongs to another model; or its data position to another
+                data-parallel size (`data_begins_anew`). In the second case nothing was loaded.
         """
         enable_loggers()
         if self.config.mode in _OFF:
@@ -159,15 +168,17 @@ class RecoverHandler(areal.RecoverHandler):
         self._ensure_recover_supported(engine)
         if inference_engine is not None and weight_update_meta is None:
             raise ValueError("weight_update_meta is missing: without it the inference engine keeps its old weights")
-        engines = {**self._others, **self._normalize_recover_engines(engine)}
-        progress = self._load_newest(engines)
+        handed_over = self._normalize_recover_engines(engine)
+        engines = {**self._others, **handed_over}
+        progress = self._load_newest(engines, self._place(handed_over))
         if progress is None:
             return None
         saver.load_state_dict(progress.saver)
         self._schedule.load_state_dict(progress.checkpoint)
         evaluator.load_state_dict(progress.evaluator)
         stats_logger.load_state_dict(progress.stats_logger)
-        dataloader.load_state_dict(progress.dataloader)
+        if progress.dataloader is not None:
+            dataloader.load_state_dict(progress.dataloader)
         self.last_step_info = StepInfo(**progress.step)
         if inference_engine is not None:
             self._update(inference_engine, weight_update_meta, engines[inference_engine_update_from])
@@ -180,17 +191,24 @@ class RecoverHandler(areal.RecoverHandler):
             checkpoint_info=dict(progress.checkpoint),
         )
 
-    def _load_newest(self, engines: Mapping[str, Any]) -> Progress | None:
+    def _place(self, engines: Mapping[str, Any]) -> Place:
+        # AReaL's trainers make the data loader with the places of their actor, which is the first engine.
+        first, agreement = next(iter(engines.values())), self._steps.agreement
+        dp, size = first.data_parallel_rank, first.data_parallel_world_size
+        return Place(agreement.rank, agreement.world_size, int(dp), int(size))
+
+    def _load_newest(self, engines: Mapping[str, Any], place: Place) -> Progress | None:
         retries = self.config.retries
         steps = retried(lambda: self._steps.find(list(engines)), retries)
         if not steps and self._has_stock_files():
-            return self._load_stock(engines)
+            return self._load_stock(engines, place)
         reasons: list[str] = []
         for step in steps:
             # Without this lock, retention of another process could delete the step between the loads of two engines.
             with reading(step.role_dir(name) for name in (*engines, INFO_ROLE)):
                 try:
-                    progress = self._read(partial(recover_info.read, step.role_dir(INFO_ROLE)))
+                    read = partial(recover_info.read, step.role_dir(INFO_ROLE), place, self._data_begins_anew)
+                    progress = self._read(read)
                     for name, each in engines.items():
                         retried(partial(self._load_engine, each, step, name), retries)
                 except (CheckpointCorruptError, CheckpointNotFoundError) as error:
@@ -226,25 +244,24 @@ class RecoverHandler(areal.RecoverHandler):
     def _to_load(self, path: Path) -> SaveLoadMeta:
         return SaveLoadMeta(path=str(path), weight_format="dcp", with_optim=not self.config.no_load_optim)
 
-    def _read(self, read: Callable[[int], Progress]) -> Progress:
-        """Returns what `read` returns for this rank. If `read` raises on one rank, all ranks raise."""
-        agreement = self._steps.agreement
+    def _read(self, read: Callable[[], Progress]) -> Progress:
+        """Returns what `read` returns on this rank. If `read` raises on one rank, all ranks raise."""
         found: list[Progress] = []
 
         def work() -> dict[str, Any]:
-            found.append(read(agreement.rank))
+            found.append(read())
             return {}
 
-        retried(lambda: agree(agreement, "reading recover_info", work, dict), self.config.retries)
+        retried(lambda: agree(self._steps.agreement, "reading recover_info", work, dict), self.config.retries)
         return found[-1]
 
     def _has_stock_files(self) -> bool:
         topic = "looking for AReaL's own recovery files"
         return bool(agree(self._steps.agreement, topic, {}, lambda: {"found": stock_files.found(self._root)})["found"])
 
-    def _load_stock(self, engines: Mapping[str, Any]) -> Progress:
+    def _load_stock(self, engines: Mapping[str, Any], place: Place) -> Progress:
         """Loads AReaL's own recovery files, to continue the run with our checkpoints."""
-        progress = self._read(partial(stock_files.read_stock, self._root))
+        progress = self._read(partial(stock_files.read_stock, self._root, place, self._data_begins_anew))
         logger.warning("%s: continuing from AReaL's own recovery files", self._root)
         for name, each in engines.items():
             path = areal.Saver.get_recover_checkpoint_path(

@@ -7,17 +7,20 @@ file of plain values replaces AReaL's pickle.
 from __future__ import annotations
 
 import json
+import logging
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.io import parse_json
 from mcore_ckpt.ranks import Agreement
 from mcore_ckpt.state import from_stored, to_stored
 from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role
+
+logger = logging.getLogger(__name__)
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
@@ -34,6 +37,21 @@ STEP_FIELDS = ("epoch", "epoch_step", "global_step", "steps_per_epoch")
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank that runs the trainer stands. AReaL's single controller is the only such rank.
+
+    Attributes:
+        rank, world: its number among these ranks, and how many there are.
+        dp, size: its data-parallel rank, and how many data-parallel ranks there are. Each reads other samples.
+    """
+
+    rank: int
+    world: int
+    dp: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """The progress of a training, as one rank stores it.
 
@@ -41,7 +59,9 @@ class Progress:
         step: the fields of AReaL's StepInfo.
         saver, evaluator, stats_logger: the states of these objects, as JSON values.
         checkpoint: the state of the schedule that says when to save next, as JSON values.
-        dataloader: the state of this rank's data loader: plain values and tensors.
+        dataloader: the state of this rank's data loader: plain values and tensors. After a load, None if the loader
+            begins an epoch.
+        dp, size: the rank's place, as in `Place`.
     """
 
     step: Mapping[str, int]
@@ -50,6 +70,8 @@ class Progress:
     stats_logger: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
     dataloader: Any
+    dp: int = 0
+    size: int = 1
 
 
 def dataloader_file(rank: int, world: int) -> str:
@@ -106,8 +128,9 @@ def write(
 
         def write_files(files: RoleWriter) -> None:
             progress = read_now()
-            state = {"dataloader": to_stored(progress.dataloader, "dataloader.state_dict()")}
-            files.write_values(dataloader_file(files.rank, files.world_size), state)
+            state = to_stored(progress.dataloader, "dataloader.state_dict()")
+            values = {"dataloader": state, "dp": progress.dp, "size": progress.size}
+            files.write_values(dataloader_file(files.rank, files.world_size), values)
             if files.rank == 0:
                 for path, data in encode(progress, files.rank).items():
                     files.write(path, data)
@@ -131,30 +154,68 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
     return returned
 
 
-def read(folder: Path, rank: int) -> Progress:
-    """Reads what `write` committed, and checks every file's size and CRC.
+def read(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
+    """Reads what `write` committed, and checks the size and CRC of every file that it reads.
 
-    If fewer ranks saved than load, this rank gets the data loader state of rank `rank % saved ranks`.
+    The data loader's state is that of the saved rank with the same data-parallel place. If the data-parallel size has
+    changed, there is none: the state is None if all saved loaders had finished an epoch, or if `begins_anew` is set.
 
     Raises:
         CheckpointNotFoundError: nothing is committed in the folder.
         CheckpointCorruptError: a file is missing or damaged, or its contents do not fit its name.
+        CheckpointMismatchError: the data-parallel size has changed within an epoch, and `begins_anew` is not set.
     """
     role = RoleReader(folder)
     values = {field: parse_json(role.read(name, JSON_BYTES), folder / name) for field, name in JSON_FILES.items()}
-    name = dataloader_file(rank % role.world_size, role.world_size)
-    state = role.read_values(name)
-    if "dataloader" not in state:
-        raise CheckpointCorruptError(f"{folder / name}: has no state of a data loader")
     check_step(values["step"], folder / STEP_FILE)
     if values["step"]["global_step"] != role.manifest.step:
         raise CheckpointCorruptError(
             f"{folder / STEP_FILE}: belongs to another step than the manifest, which is of step {role.manifest.step}"
         )
+    return Progress(**values, dataloader=_dataloader(role, place, begins_anew), dp=place.dp, size=place.size)
+
+
+def _dataloader(role: RoleReader, place: Place, begins_anew: bool) -> Any:
+    others = []
+    # The rank's own file comes first. The others are read only if the layout has changed.
+    for rank in sorted(range(role.world_size), key=lambda saved: saved != place.rank):
+        name = dataloader_file(rank, role.world_size)
+        values, path = role.read_values(name), role.role_dir / name
+        if "dataloader" not in values:
+            raise CheckpointCorruptError(f"{path}: has no state of a data loader")
+        # Older files do not have the place: it is taken to be the same if as many ranks load.
+        known = (values["dp"], values["size"]) if "size" in values else None
+        if known == (place.dp, place.size) or (known is None and role.world_size == place.world):
+            return _opened(values["dataloader"], path)
+        others.append(_opened(values["dataloader"], path))
+    if not all(isinstance(state, Mapping) and state.get("_iterator_finished") is True for state in others):
+        refuse_position(f"{role.role_dir}", place, begins_anew)
+    return None
+
+
+def _opened(stored: Any, path: Path) -> Any:
     try:
-        return Progress(**values, dataloader=from_stored(state["dataloader"]))
+        return from_stored(stored)
     except ValueError as error:
-        raise CheckpointCorruptError(f"{folder / name}: {error}") from None
+        raise CheckpointCorruptError(f"{path}: {error}") from None
+
+
+def refuse_position(what: str, place: Place, begins_anew: bool) -> None:
+    """Raises CheckpointMismatchError, because a position has no meaning for another data-parallel size.
+
+    With `begins_anew`, logs a warning instead.
+    """
+    message = (
+        f"{what}: the data loader's position was saved by other data-parallel ranks, and this training has "
+        f"{place.size}, which would skip some samples and repeat others"
+    )
+    if not begins_anew:
+        raise CheckpointMismatchError(
+            f"{message}: start with the saved number of data-parallel ranks, or set data_begins_anew = True in the "
+            "trainer's class to begin the epoch anew"
+        )
+    if place.rank == 0:
+        logger.warning("%s: the epoch begins anew", message)
 
 
 def check_step(value: Mapping[str, Any], path: Path) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import PickleError, Unpickler
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.integrations.areal.recover_info import JSON_BYTES, JSON_FILES, Progress, check_step
+from mcore_ckpt.integrations.areal.recover_info import (
+    JSON_BYTES,
+    JSON_FILES,
+    Place,
+    Progress,
+    check_step,
+    refuse_position,
+)
 from mcore_ckpt.io import make_folder, parse_json, read_small, sync_dir
 
 DATALOADER_FILE = "dataloader_info.pkl"
@@ -25,18 +32,27 @@ def found(folder: Path) -> list[str]:
     return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
 
 
-def read_stock(folder: Path, rank: int) -> Progress:
+def read_stock(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
     """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
 
-    If the file has a list of data loader states, one for each rank, the result has the state of `rank`.
+    If the file has a list of data loader states, one for each rank, the result has the state of this rank.
 
-    Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
+    Raises:
+        CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
+        CheckpointMismatchError: another number of ranks had saved, and `begins_anew` is not set. (AReaL refuses it,
+            too.)
     """
     values = {field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()}
     check_step(values["step"], folder / JSON_FILES["step"])
     dataloader = _unpickled(folder / DATALOADER_FILE)
-    if isinstance(dataloader, list) and dataloader:
-        dataloader = dataloader[rank % len(dataloader)]
+    states = dataloader if isinstance(dataloader, list) else [dataloader]
+    if len(states) == place.world:
+        dataloader = states[place.rank]
+    elif len(states) == place.size == 1:
+        dataloader = states[0]
+    else:
+        refuse_position(str(folder / DATALOADER_FILE), place, begins_anew)
+        dataloader = None
     for timer in ("checkpoint", "evaluator"):
         values[timer] = _schedule(values[timer])
     # AReaL has one counter for all roles, but our Saver one for each role, so all counters begin anew.

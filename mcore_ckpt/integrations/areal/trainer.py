@@ -67,6 +67,7 @@ def _handler(trainer: Any, stock: Any) -> Any:
         keep=trainer.steps_to_keep,
         others=critic,
         shared_with_group=trainer.shared_with_group,
+        data_begins_anew=trainer.data_begins_anew,
     )
 
 
@@ -81,10 +82,12 @@ class CheckpointedTrainer:
     Attributes:
         steps_to_keep: how many complete recovery steps stay on disk. A subclass may set it.
         shared_with_group: as in CheckpointConfig, for the folder of these steps. A subclass may set it.
+        data_begins_anew: as in RecoverHandler. A subclass may set it.
     """
 
     steps_to_keep = 1
     shared_with_group: bool | None = None
+    data_begins_anew = False
 
     evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))  # sic: AReaL's name
     saver = _Replaced(lambda trainer, stock: Saver(stock.config, stock.ft_spec))

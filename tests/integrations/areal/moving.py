@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from areal.utils.recover import RecoverHandler as StockHandler
 
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.integrations.areal.recover_info import Place
+from mcore_ckpt.integrations.areal.stock_files import read_stock
 from mcore_ckpt.steps import listing as steps
 from tests.distributed.snapshot import assert_same
 from tests.integrations.areal.children import in_child
@@ -80,6 +83,18 @@ def test_a_run_of_stock_areal_goes_on(tmp_path: Path) -> None:
         assert json.loads((root / "step_info.json").read_bytes())["global_step"] == 3
 
     in_child(work)
+
+
+def test_the_positions_of_stock_areal_are_for_the_ranks_that_saved(tmp_path: Path) -> None:
+    """AReaL itself refuses another number of ranks."""
+    write_stock_info(tmp_path)
+    states = [{"position": rank} for rank in range(2)]
+    (tmp_path / "dataloader_info.pkl").write_bytes(pickle.dumps(states))
+    assert read_stock(tmp_path, Place(1, 2, 1, 2)).dataloader == states[1]
+    for place in (Place(0, 1, 0, 1), Place(2, 4, 2, 4)):
+        with pytest.raises(CheckpointMismatchError, match=r"info\.pkl: .*saved by other data-parallel ranks"):
+            read_stock(tmp_path, place)
+        assert read_stock(tmp_path, place, begins_anew=True).dataloader is None
 
 
 def test_a_hostile_pickle_is_not_run(tmp_path: Path) -> None:

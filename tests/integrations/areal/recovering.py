@@ -20,11 +20,13 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     HungDiskError,
     UnsupportedError,
 )
 from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, recovery_steps
+from mcore_ckpt.integrations.areal.recover_info import STEP_FIELDS, Place, Progress
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 from tests.distributed.adapters import FROZEN, with_adapters
@@ -523,15 +525,40 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
     read = recover_info.read
     failures = [OSError(5, "Input/output error", "step_info.json")] * 2
 
-    def flaky(folder: Path, rank: int) -> Any:
+    def flaky(*args: Any) -> Any:
         if failures:
             raise failures.pop()
-        return read(folder, rank)
+        return read(*args)
 
     monkeypatch.setattr(recover_info, "read", flaky)
     monkeypatch.setattr("mcore_ckpt.recover.RETRY_FIRST_S", 0.001)
     assert in_child(lambda: trainer_of(base, roles=("default",), retries=3).start_step) == 2
     assert "Input/output error" in str(error_of(base, roles=("default",), retries=1))
+
+
+def progress_at(step: int, dataloader: Any) -> Progress:
+    return Progress(dict(zip(STEP_FIELDS, (0, step, step, STEPS_PER_EPOCH), strict=True)), {}, {}, {}, {}, dataloader)
+
+
+def test_a_position_belongs_to_one_data_parallel_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AReaL's loader counts the samples of its own rank, so other ranks would skip some and repeat others."""
+    recovery = recovery_steps.RecoverySteps(tmp_path / "run", 1, 10.0)
+    within, ended = {"position": 3}, {"position": 4, "_iterator_finished": True}
+    roles = []
+    for step, state in ((1, within), (2, ended)):
+        progress = progress_at(step, state)
+        opened = recovery.open(step, lambda progress=progress: progress, ["default"])
+        roles.append(opened.role_dir(recover_info.INFO_ROLE))
+        recovery.current = step
+    recovery._lock.release()
+    own, slices, replicas = Place(0, 1, 0, 1), Place(1, 2, 0, 1), Place(1, 2, 1, 2)
+    for place in (own, slices):  # tensor-parallel ranks read the same samples
+        assert recover_info.read(roles[0], place).dataloader == within
+    assert recover_info.read(roles[1], replicas).dataloader is None  # each loader begins the next epoch
+    with pytest.raises(CheckpointMismatchError, match="this training has 2, which would skip"):
+        recover_info.read(roles[0], replicas)
+    assert recover_info.read(roles[0], replace(replicas, rank=0), begins_anew=True).dataloader is None
+    assert "the epoch begins anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("shared", "mode"), [(None, 0o700), (True, 0o750)])

@@ -19,7 +19,7 @@ from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from mcore_ckpt.errors import CheckpointCorruptError, CommitError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError
 from mcore_ckpt.steps import listing as steps
 from tests.distributed.agreement import error_of, everywhere, raised_everywhere
 from tests.distributed.forked_ranks import run as run_forked
@@ -32,10 +32,14 @@ SAME = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 2}
 REPLICAS, SLICES = Layout(2, **SAME), Layout(2, tp=2, **SAME)
 
 
-def trainer_of(root: Path, layout: Layout, seed: int) -> Trainer:
+class BeginsAnew(Trainer):
+    data_begins_anew = True
+
+
+def trainer_of(root: Path, layout: Layout, seed: int, kind: type[Trainer] = Trainer) -> Trainer:
     engines = {role: Engine(layout, seed + number) for number, role in enumerate(("default", "critic"))}
     # Each rank has a clock of its own, and one decides.
-    return Trainer(engines, root, {}, {"mode": "on", "freq_secs": 1e-9, "retries": 0})
+    return kind(engines, root, {}, {"mode": "on", "freq_secs": 1e-9, "retries": 0})
 
 
 def train(trainer: Trainer, folder: Path, first: int, last: int) -> None:
@@ -56,12 +60,17 @@ def keep_state(path: Path, state: dict[str, GlobalState]) -> None:
 
 
 def resumed(folder: Path, layout: Layout, step: int) -> Trainer:
-    trainer = trainer_of(folder / "run", layout, seed=7)
+    """Under another data-parallel size: the position is refused, or the data begin anew, as the trainer says."""
+    error = error_of(lambda: trainer_of(folder / "run", layout, seed=7))
+    for message in raised_everywhere(CheckpointMismatchError, error):
+        assert "saved by other data-parallel ranks" in message
+        assert "data_begins_anew" in message
+    trainer = trainer_of(folder / "run", layout, seed=7, kind=BeginsAnew)
     wanted = torch.load(folder / f"state{step}.pt")
     found = {role: global_state(engine.training) for role, engine in trainer.engines.items()}
     with everywhere():
         assert trainer.start_step == step + 1, trainer.start_step
-        assert trainer.train_dataloader.position == step + 1
+        assert trainer.train_dataloader.position == 0
         for role, state in found.items():
             assert_same_state(state, wanted[role])
     return trainer

@@ -71,6 +71,7 @@ class BareEngine(megatron_engine.MegatronEngine):
         self.logger = logging.getLogger("BareEngine")
         self.layout = layout
         self.hf_config, self.tokenizer = hf_config, None
+        self.process_group_initialized = True
         self.model = build(layout, seed).model
         self.dtype = DTYPES[layout.precision]
         with fused_adam() if layout.precision_aware else contextlib.nullcontext():
