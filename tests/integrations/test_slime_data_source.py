@@ -277,6 +277,15 @@ def test_a_disk_that_hangs_ends_the_save(fork: str, tmp_path: Path, monkeypatch:
     pipe.open("wb").close()  # the disk answers again
 
 
+def test_old_steps_go_once_the_position_is_committed(fork: str, tmp_path: Path) -> None:
+    """When the actor has committed, the new step is not complete yet, so the actor does not count it."""
+    source = source_of(fork, tmp_path, mcore_ckpt={"timeout_s": 20.0, "max_to_keep": 1}, save_retain_interval=2)
+    for rollout_id in range(4):
+        save_actor(tmp_path, rollout_id)
+        source.save(rollout_id)
+    assert [step.step for step in complete_steps(tmp_path)] == [0, 2, 3]
+
+
 def test_the_models_that_share_the_step(tmp_path: Path) -> None:
     def models(rollout_id: int, is_beside: bool = True, **more: Any) -> tuple[str, ...]:
         return models_of_step(_arguments("slime", tmp_path, **more), rollout_id, is_beside)

@@ -1,9 +1,16 @@
-"""Makes the agreement with which a driver, which is a single process, commits its own role of a step."""
+"""Helps a driver, which is a single process, to commit its own role of a step, and to delete old steps after it."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.io import DiskWatch
 from mcore_ckpt.ranks import Agreement, single_process_agreement
+from mcore_ckpt.steps import PreservationPolicy, delete_old_steps, list_steps
+
+logger = logging.getLogger(__name__)
 
 
 def driver_agreement(role: str, timeout_s: float) -> Agreement:
@@ -15,3 +22,19 @@ def driver_agreement(role: str, timeout_s: float) -> Agreement:
     agreement = single_process_agreement(role, timeout_s)
     agreement.runner = DiskWatch(timeout_s, who=f"{role}: ")
     return agreement
+
+
+def delete_after_driver(root: Path, config: CheckpointConfig, step: int) -> None:
+    """Deletes old steps, if the driver's role has made this step complete.
+
+    The models' processes delete before that, so they do not count this step. Logs errors of the disk, and raises
+    nothing else.
+    """
+    policy = PreservationPolicy.of(config)
+    if policy.max_to_keep is None and policy.optimizer_for_last is None:
+        return
+    try:
+        if any(status.is_complete for status in list_steps(root, step)):
+            delete_old_steps(root, policy, step)
+    except OSError as error:
+        logger.warning("%s: old steps could not be deleted: %s", root, error)

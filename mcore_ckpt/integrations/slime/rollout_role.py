@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, step_dir
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
-from mcore_ckpt.integrations.kit.driver import driver_agreement
+from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, UnsupportedError
+from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.integrations.kit.driver import delete_after_driver, driver_agreement
 from mcore_ckpt.state import from_stored, to_stored
 from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role, move_tracker, remove_leftovers
 
@@ -100,6 +101,8 @@ class RolloutInStep:
             if options.if_failed != "warn":
                 raise
             logger.warning("the step of rollout %d stays incomplete: %s", rollout_id, error)
+            return
+        self._delete_old(rollout_id, options)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Loads the position and the buffer from the step of this rollout, or else the position from slime's own file.
@@ -150,6 +153,14 @@ class RolloutInStep:
             before=lambda: remove_leftovers(root, ROLLOUT_ROLE, alone=True),
             after=lambda: move_tracker(root, rollout_id),
         )
+
+    def _delete_old(self, rollout_id: int, options: CheckpointConfig) -> None:
+        config = Arguments(self.args).saving(options, with_optimizer=True)
+        disk = driver_agreement(ROLLOUT_ROLE, options.timeout_s).runner
+        try:
+            disk.run(lambda: delete_after_driver(Path(self.args.save), config, rollout_id))
+        except HungDiskError as error:
+            logger.warning("%s: old steps could not be deleted: %s", self.args.save, error)
 
     def _read_buffer(self) -> list[Any]:
         groups = list(getattr(self, "buffer", ()) if self.keeps_buffer else ())

@@ -20,15 +20,13 @@ except ImportError as error:
 
 from mcore_ckpt.checkpoint import Manifest, ManifestSummary
 from mcore_ckpt.errors import CheckpointError, CommitError
-from mcore_ckpt.integrations.kit.driver import driver_agreement
+from mcore_ckpt.integrations.kit.driver import delete_after_driver, driver_agreement
 from mcore_ckpt.integrations.verl.driver_files import DRIVER, add_files, correct_tracker
 from mcore_ckpt.integrations.verl.driver_options import declare_driver, settings_of_run, trained_roles
 from mcore_ckpt.io import Worker
 from mcore_ckpt.steps import (
-    PreservationPolicy,
     TrainerLock,
     commit_role,
-    delete_old_steps,
     list_steps,
     move_tracker,
     remove_leftovers,
@@ -92,7 +90,7 @@ class DriverRole(CheckpointCallback):
         self._work.add(partial(self._save, Path(os.path.abspath(checkpoint_dir)), step))
         if not async_save:
             self.wait()
-        self._work.add(partial(self._delete_old, step))
+        self._work.add(partial(delete_after_driver, self._root, self._config, step))
         if step >= trainer.total_training_steps:
             self.wait()  # Ray ends this process when the trainer returns
 
@@ -166,14 +164,3 @@ class DriverRole(CheckpointCallback):
         if not self._has_saved:
             remove_leftovers(self._root, DRIVER, alone=True)
         self._has_saved = True
-
-    def _delete_old(self, step: int) -> None:
-        """Deletes old steps. (The workers delete before the new step is complete, so they do not count this step.)"""
-        policy = PreservationPolicy.of(self._config)
-        if policy.max_to_keep is None and policy.optimizer_for_last is None:
-            return
-        try:
-            if any(status.is_complete for status in list_steps(self._root, step)):
-                delete_old_steps(self._root, policy, step)
-        except OSError as error:
-            logger.warning("%s: old steps could not be deleted: %s", self._root, error)
