@@ -7,6 +7,7 @@ The file's name has the id of the save, so a later save of the step does not get
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +23,13 @@ from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
+# How often `set_metrics` looks whether a save has ended, in seconds.
+_POLL_S = 0.2
 
-def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, role: str | None = None) -> None:
+
+def set_metrics(
+    root: str | Path, step: int, metrics: Mapping[str, float], *, role: str | None = None, wait_s: float = 0.0
+) -> None:
     """Adds metrics to a committed step, durably. Any process may call it, also while trainers run.
 
     A metric that the step already has gets the new value; NaN or infinity removes a value that was set earlier in this
@@ -33,11 +39,13 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
         root: the folder of the steps.
         step: the step's number.
         metrics: finite numbers by name, such as {"reward": 0.7}.
-        role: the role whose checkpoint has the metrics. None stands for the step's only role.
+        role: the role whose checkpoint has the metrics. None stands for the step's only model, or for its only role.
+        wait_s: how long to wait, in seconds, for a background save of the step to commit the role. If the step is saved
+            again, wait for that save by its handle instead: until it has ended, the earlier checkpoint is found.
 
     Raises:
-        CheckpointNotFoundError: there is no such step, or it has no committed role.
-        InvalidArgumentError, InvalidTypeError: a name or a value is not allowed, or the step has several roles and
+        CheckpointNotFoundError: there is no such step, or it does not have the role, or no committed one.
+        InvalidArgumentError, InvalidTypeError: a name or a value is not allowed, or the step has several models and
             none is named.
         OSError: the metrics cannot be written.
 
@@ -49,12 +57,8 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
     found, missing = read_metrics(metrics)
     if missing:
         logger.warning("step %d: %s is not set, because it is not a finite number", step, ", ".join(missing))
-    status = next(iter(list_steps(place, only=step)), None)
-    if status is None or not status.committed:
-        raise CheckpointNotFoundError(
-            f"{place}: there is no committed step {step}: `mcore-ckpt list {place}` shows which there are"
-        )
-    head = _head_of(status, role)
+    check_value("wait_s", wait_s, float, {"least": 0})
+    status, head = _committed(place, step, role, wait_s)
     path = file_names.metrics_file(status.place, head.role, head.attempt)
     known = {name: value for name, value in read_later_metrics(path).items() if name not in missing}
     read_metrics(together := {**known, **found})  # the old and the new metrics together may be too many
@@ -78,12 +82,29 @@ def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
     return found
 
 
+def _committed(root: Path, step: int, role: str | None, wait_s: float) -> tuple[StepStatus, ManifestSummary]:
+    """Returns the status of a step, and the summary of a role's manifest, as soon as the role is committed."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        is_last_look = time.monotonic() >= deadline
+        status = next(iter(list_steps(root, only=step)), None)
+        if status is not None and (role in status.committed if role else status.committed):
+            return status, _head_of(status, role)
+        if is_last_look:
+            there = "" if status is None or not status.committed else f", only {', '.join(sorted(status.committed))}"
+            raise CheckpointNotFoundError(
+                f"{root}: there is no committed step {step}{f' of {role}' if role else ''}{there}: `mcore-ckpt list "
+                f"{root}` shows which there are. If its save is under way, wait for it (`handle.wait()`), or set wait_s"
+            )
+        time.sleep(_POLL_S)
+
+
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:
-    """Returns the summary of a committed role's manifest. If `role` is None, the step must have only one role."""
-    there = ", ".join(sorted(status.committed))
-    if role is None and len(status.committed) > 1:
-        raise InvalidArgumentError(f"step {status.step} has the roles {there}: name one of them as role")
-    found = [head for head in status.heads if role in (None, head.role)]
-    if not found:
-        raise CheckpointNotFoundError(f"{status.path}: {role} is not committed, only {there}")
-    return found[0]
+    """Returns the summary of a committed role's manifest. If `role` is None, the step must have only one model."""
+    there = [head for head in status.heads if role in (None, head.role)]
+    # The data position of a driver and the like are roles without contents.
+    models = [head for head in there if head.contents]
+    if len(models or there) > 1:
+        names = ", ".join(sorted(head.role for head in there))
+        raise InvalidArgumentError(f"step {status.step} has the roles {names}: name one of them as role")
+    return (models or there)[0]

@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing, num_microbatches_calculator, paral
 from megatron.core import rerun_state_machine as machines
 from megatron.core.dist_checkpointing import validation
 
-from mcore_ckpt import CheckpointConfig, FastTier
+from mcore_ckpt import CheckpointConfig, FastTier, set_metrics
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -533,6 +533,20 @@ def test_the_batch_size_goes_on_growing_from_the_samples_consumed(shared_path: P
             assert num_microbatches_calculator.get_num_microbatches() == 2
     finally:
         num_microbatches_calculator.destroy_num_microbatches_calculator()
+
+
+@pytest.mark.world(1)
+def test_the_best_steps_of_a_loop_that_saves_in_the_background(shared_path: Path) -> None:
+    """docs/how_to/retention.md: the metric is known after the save, whose commit is still under way."""
+    config = replace(CONFIG, max_to_keep=1, keep_best="reward:1:max")
+    with parallel(PLAIN):
+        loop = Loop(build(PLAIN, seed=1), arguments(shared_path, async_save=True), config)
+        for reward in (0.5, 0.9, 0.1, 0.3):
+            loop.train(1)
+            loop.save()
+            set_metrics(loop.args.save, loop.iteration, {"reward": reward}, wait_s=600)
+        drop_in.maybe_finalize_async_save(terminate=True)
+        assert [status.step for status in steps.complete_steps(shared_path)] == [2, 4]
 
 
 class Loader:

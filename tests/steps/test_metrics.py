@@ -90,10 +90,19 @@ def test_each_role_has_its_own(tmp_path: Path) -> None:
     set_metrics(tmp_path, 1, {"loss": 2.0, "value": 3.0}, role="critic")
     (status,) = list_steps(tmp_path)
     assert status.metrics == {"loss": 1.0, "value": 3.0}
-    with pytest.raises(CheckpointNotFoundError, match="ref is not committed"):
+    with pytest.raises(CheckpointNotFoundError, match="no committed step 1 of ref, only actor, critic"):
         set_metrics(tmp_path, 1, {"loss": 2.0}, role="ref")
     with pytest.raises(CheckpointNotFoundError, match="no committed step 2"):
         set_metrics(tmp_path, 2, {"loss": 2.0})
+
+
+def test_a_driver_s_role_needs_no_word(tmp_path: Path) -> None:
+    """Steps of frameworks have roles of plain files beside the model."""
+    save_small(tmp_path, 1, role="actor", roles=("actor", "rollout"))
+    save_small(tmp_path, 1, role="rollout", roles=("actor", "rollout"), contents=())
+    set_metrics(tmp_path, 1, {"reward": 2.0})
+    (status,) = list_steps(tmp_path)
+    assert {head.role: dict(head.metrics) for head in status.heads} == {"actor": {"reward": 2.0}, "rollout": {}}
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
