@@ -19,7 +19,7 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, delete_old_steps, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.examine.verify import verify
 
@@ -69,6 +69,19 @@ def test_the_drivers_part_of_a_step_waits_for_the_clusters(tmp_path: Path) -> No
     assert tracker.read_tracker(root) is None
     with pytest.raises(CheckpointNotFoundError, match="not committed by critic"):
         uploader_of(root).get_latest_ckpt()
+
+
+def test_the_best_steps_are_those_by_the_drivers_log(tmp_path: Path) -> None:
+    uploader = uploader_of(tmp_path / "root", keep_best=["critic/score/mean:1:max"])
+    uploader.roles = ()
+    for step, score in ((1, 0.5), (2, 0.9), (3, float("nan")), (4, "n/a"), (5, 0.1)):
+        local = driver_files(tmp_path / f"local{step}", step)
+        history = [{"critic/score/mean": 7.0}, {"critic/score/mean": score, "loss": 1.0}]
+        (local / "pipeline" / "worker_state_pipeline.json").write_text(json.dumps({"log_history": history}))
+        uploader.upload(f"checkpoint-{step}", str(local))
+        delete_old_steps(tmp_path / "root", uploader.options.policy(SimpleNamespace(max_ckpt_to_keep=1)), step)
+    found = {status.step: status.metrics for status in steps.complete_steps(tmp_path / "root")}
+    assert found == {2: {"critic/score/mean": 0.9}, 5: {"critic/score/mean": 0.1}}
 
 
 def test_a_failed_upload_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,15 @@ with the data position of another, training would use some prompts twice and oth
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError
@@ -30,8 +36,17 @@ from mcore_ckpt.steps import (
 
 logger = logging.getLogger(__name__)
 
+_STATE_FILE = f"worker_state_{PIPELINE_ROLE}.json"  # written by WorkerState.save_to_json
 
-def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
+
+def commit_pipeline(
+    root: Path,
+    ckpt_id: str,
+    source: Path,
+    roles: Sequence[str] | None,
+    timeout_s: float,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
     """Commits the driver's files as `<root>/<ckpt_id>/pipeline`. Moves the tracker if the step is then complete.
 
     Args:
@@ -40,6 +55,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         source: the folder with the driver's files.
         roles: the clusters that the step consists of; None: the clusters whose roles are committed or being saved.
         timeout_s: see CheckpointConfig.
+        metrics: the step's metrics by name, for `keep_best`.
 
     Raises CommitError: the files could not be written. Nothing has been committed.
     """
@@ -57,7 +73,21 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         lambda files: copy_files(source, files),
         before=lambda: remove_leftovers(root, PIPELINE_ROLE, alone=True),
         after=lambda: move_tracker(root, step),
+        stamp=partial(replace, metrics=dict(metrics or {})),
     )
+
+
+def logged_metrics(source: Path, names: Collection[str]) -> dict[str, float]:
+    """Returns the metrics with these names that the driver has logged last, from its files in a folder.
+
+    A metric that is missing, or that is not a finite number, is left out.
+    """
+    history: Any = []
+    with suppress(OSError, ValueError):
+        history = json.loads((source / _STATE_FILE).read_text(encoding="utf-8")).get("log_history")
+    last = history[-1] if isinstance(history, list) and history and isinstance(history[-1], dict) else {}
+    found = {name: last[name] for name in names if type(last.get(name)) in (int, float)}
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
 def copy_files(source: Path, files: RoleWriter) -> None:

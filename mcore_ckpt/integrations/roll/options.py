@@ -44,6 +44,11 @@ class RollOptions:
     rules: Mapping[str, Any]
     config: CheckpointConfig
 
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The names of the metrics in the rules `keep_best`."""
+        return frozenset(rule.metric for rule in PreservationPolicy(1, **self.rules).keep_best)
+
     def policy(self, pipeline_config: Any) -> PreservationPolicy:
         """Returns the policy that follows from `max_ckpt_to_keep` and the further rules."""
         count = kept_count(getattr(pipeline_config, "max_ckpt_to_keep", 0))

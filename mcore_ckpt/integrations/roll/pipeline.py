@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, UnsupportedError
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, logged_metrics, newest_valid
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
 from mcore_ckpt.steps import delete_old_steps, step_status
 
@@ -59,7 +59,9 @@ class CheckpointUploader:
                 f"{local_state_path} has no {PIPELINE_ROLE}/: with checkpoint_config.type={TYPE} each cluster that "
                 "saves needs a worker_cls of mcore_ckpt.integrations.roll"
             )
-        commit_pipeline(self.options.root, ckpt_id, source, self.roles, self.options.config.timeout_s)
+        options = self.options
+        metrics = logged_metrics(source, options.metrics)
+        commit_pipeline(options.root, ckpt_id, source, self.roles, options.config.timeout_s, metrics)
 
     def get_latest_ckpt(self) -> str | None:
         """Returns the newest complete checkpoint; None if there never was one.
