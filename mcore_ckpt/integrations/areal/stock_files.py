@@ -42,7 +42,9 @@ def read_stock(folder: Path, place: Place, begins_anew: bool = False) -> Progres
         CheckpointMismatchError: another number of ranks had saved, and `begins_anew` is not set. (AReaL refuses it,
             too.)
     """
-    values = {field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()}
+    values: dict[str, Any] = {
+        field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()
+    }
     check_step(values["step"], folder / JSON_FILES["step"])
     dataloader = _unpickled(folder / DATALOADER_FILE)
     states = dataloader if isinstance(dataloader, list) else [dataloader]
