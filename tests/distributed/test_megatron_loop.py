@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing, num_microbatches_calculator, paral
 from megatron.core import rerun_state_machine as machines
 from megatron.core.dist_checkpointing import validation
 
-from mcore_ckpt import CheckpointConfig, FastTier, set_metrics
+from mcore_ckpt import CheckpointConfig, FastTier, SaveHandle, set_metrics
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -28,6 +28,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.integrations import megatron as drop_in
+from mcore_ckpt.preemption import PreemptionGuard
 from mcore_ckpt.steps import listing as steps
 from tests.distributed.agreement import error_of, everywhere, raised_everywhere
 from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
@@ -72,9 +73,11 @@ class Loop:
             t.model, t.optimizer, t.scheduler, checkpointing_context={}, **options
         )
 
-    def save(self, **options: Any) -> None:
+    def save(self, **options: Any) -> SaveHandle:
         t = self.training
-        drop_in.save_checkpoint(self.iteration, t.model, t.optimizer, t.scheduler, self.operations, {}, **options)
+        return drop_in.save_checkpoint(
+            self.iteration, t.model, t.optimizer, t.scheduler, self.operations, {}, **options
+        )
 
     def train(self, iterations: int) -> list[Step]:
         done = train(self.training, self.iteration, self.iteration + iterations)
@@ -549,6 +552,24 @@ def test_the_best_steps_of_a_loop_that_saves_in_the_background(shared_path: Path
         assert [status.step for status in steps.complete_steps(shared_path)] == [2, 4]
 
 
+@pytest.mark.world(1)
+def test_a_guard_saves_as_the_loop_does(shared_path: Path) -> None:
+    """docs/how_to/preemption.md. The machine goes before a second step has been saved."""
+    with parallel(PLAIN):
+        loop = Loop(build(PLAIN, seed=1), arguments(shared_path))
+        t = loop.training
+        manager = drop_in.saving_manager(t.model, t.optimizer, t.scheduler)
+        save = {"save": lambda iteration: loop.save(), "signals": (), "training_ends_in_s": 50.0}
+        with PreemptionGuard(manager, **save) as guard:
+            while not guard.should_stop(loop.iteration):
+                loop.train(1)
+        assert drop_in.saving_manager(t.model, t.optimizer, t.scheduler) is manager
+        assert [status.step for status in steps.complete_steps(shared_path)] == [loop.iteration]
+        again = Loop(build(PLAIN, seed=2), arguments(shared_path))
+        again.load()
+        assert (again.iteration, again.operations) == (loop.iteration, loop.operations)
+
+
 class Loader:
     """One that is not Energon's: its state is of plain values."""
 
@@ -572,6 +593,7 @@ def assert_position_comes_back(loop: Loop, root: Path) -> None:
         assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
 
 
+@pytest.mark.shows("Megatron-LM", "other layout")
 @pytest.mark.world(2)
 def test_the_data_loaders_state_under_another_data_parallel_size(
     shared_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,11 @@ class LoopCheckpoints:
         """Attaches a part to all saves and loads from now on. See CheckpointManager.attach."""
         self._kept.attach(name, **how)
 
+    def saving_manager(self, training: Training, args: Arguments, config: CheckpointConfig) -> CheckpointManager:
+        """Returns the manager that saves: the same one as long as the arguments stay. Raises CheckpointError."""
+        config = args.saving(config, training.optimizer is not None)
+        return self._kept.get(args.folder("save"), training.arguments(), config)
+
     def save(
         self,
         iteration: int,
@@ -123,8 +128,7 @@ class LoopCheckpoints:
 
         Raises CheckpointError: see CheckpointManager.save.
         """
-        config = args.saving(config, training.optimizer is not None)
-        manager = self._kept.get(args.folder("save"), training.arguments(), config)
+        manager = self.saving_manager(training, args, config)
 
         def saved() -> dict[str, Any]:
             return {

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_ckpt import SavedPart, ShardedPosition
+from mcore_ckpt import CheckpointManager, SavedPart, SaveHandle, ShardedPosition
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidStateError, UnsupportedError
 
@@ -181,7 +181,7 @@ def save_checkpoint(
     dp_group: Any = None,
     expt_dp_group: Any = None,
     rng_state_key_prefix: str = "",
-) -> None:
+) -> SaveHandle:
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
     Process groups, and this rank's numbers in them, may be left out. If given, they must match the model.
@@ -201,6 +201,9 @@ def save_checkpoint(
         non_persistent_ckpt: refused if set.
         release: refused if set.
         rng_state_key_prefix: refused if set.
+
+    Returns:
+        The handle of the save, as CheckpointManager.save returns it. Megatron-LM's function returns None.
 
     Raises:
         UnsupportedError: an argument cannot be honoured. Nothing was saved.
@@ -229,6 +232,25 @@ def save_checkpoint(
     handle = _checkpoints.save(int(iteration), training, args, config, state, data_iterator=train_data_iterator)
     if _bank is not None:
         _bank.saved(int(iteration), handle)
+    return handle
+
+
+def saving_manager(model: Any, optimizer: Any, opt_param_scheduler: Any) -> CheckpointManager:
+    """Returns the manager with which `save_checkpoint` saves these objects, for a PreemptionGuard.
+
+    Every rank calls it, after the load. It stays the same until `configure`, or until an argument changes that the
+    saves read. Do not close it: `maybe_finalize_async_save(terminate=True)` does.
+
+    Raises CheckpointError: see CheckpointManager.
+
+    Example:
+        >>> guard = PreemptionGuard(  # doctest: +SKIP
+        ...     saving_manager(model, optimizer, scheduler),
+        ...     save=lambda iteration: save_checkpoint(iteration, model, optimizer, scheduler, operations),
+        ... )
+    """
+    training = _settings.training(model, optimizer, opt_param_scheduler)
+    return _checkpoints.saving_manager(training, _settings.arguments(), _settings.config)
 
 
 def load_checkpoint(
