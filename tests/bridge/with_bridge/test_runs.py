@@ -66,7 +66,7 @@ def with_streams(log: Path) -> None:
     setup.setup_data_iterators = with_stream
 
 
-@pytest.mark.shows("Megatron-Bridge", "save", "resume", "async")
+@pytest.mark.shows("Megatron-Bridge", "save", "resume", "async", "parts")
 def test_an_asynchronous_run_goes_on(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     run = killed(tmp_path, 2, ASYNC, held_at=4, prepare=partial(with_streams, tmp_path / "positions"))
     # Its save of iteration 4 was under way, and callbacks were told of the one before.

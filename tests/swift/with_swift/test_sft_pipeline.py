@@ -128,7 +128,7 @@ def test_lora_saves_the_adapters_alone(model: Path, tmp_path: Path, uninterrupte
     check_went_on(again, uninterrupted(**LORA))
 
 
-@pytest.mark.shows("ms-swift", "retention")
+@pytest.mark.shows("ms-swift", "retention", "parts")
 @pytest.mark.full
 def test_the_best_checkpoint_stays_after_a_restart(model: Path, tmp_path: Path) -> None:
     """ms-swift counts by the time of folders, and forgets at a restart which checkpoint was the best."""
