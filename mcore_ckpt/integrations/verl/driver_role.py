@@ -1,4 +1,4 @@
-"""A callback of verl's trainer (0.9) that commits the files of verl's driver as a role of each step."""
+"""A callback of verl's trainer (0.9.1) that commits the files of verl's driver as a role of each step."""
 
 from __future__ import annotations
 
