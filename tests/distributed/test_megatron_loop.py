@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing, num_microbatches_calculator, paral
 from megatron.core import rerun_state_machine as machines
 from megatron.core.dist_checkpointing import validation
 
-from mcore_ckpt import CheckpointConfig, FastTier, SaveHandle, set_metrics
+from mcore_ckpt import CheckpointConfig, FastTier, SavedPart, SaveHandle, set_metrics
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -313,21 +313,32 @@ def test_nothing_to_load_is_the_beginning_and_something_bad_is_an_error(shared_p
 
 @pytest.mark.world(2)
 def test_a_pretrained_checkpoint_is_finetuned_until_there_is_one_of_its_own(shared_path: Path) -> None:
+    """Until then the training begins, and so takes no part of the pretrained step, and needs none."""
+    given: list[SavedPart] = []
+
+    def started(seed: int, root: str, **more: Any) -> Loop:
+        loop = Loop(build(DP2, seed=seed), arguments(shared_path / root, **more))
+        drop_in.attach("rollouts", save=lambda _: root.encode(), load=given.append)
+        return loop
+
     with parallel(DP2):
-        first = Loop(build(DP2, seed=1), arguments(shared_path / "pretrained"))
+        first = started(1, "pretrained")
         first.train(2)
         first.save()
         more = {"pretrained_checkpoint": str(shared_path / "pretrained")}
-        second = Loop(build(DP2, seed=2), arguments(shared_path / "own", **more))
+        second = started(2, "own", **more)
+        drop_in.attach("not_in_the_pretrained_step", save=lambda _: b"", load=given.append)
         second.load()
         assert second.iteration == 0
         assert second.args.finetune is True
+        assert given == []
         second.args.finetune = False
         second.train(1)
         second.save()
-        third = Loop(build(DP2, seed=3), arguments(shared_path / "own", **more))
+        third = started(3, "own", **more)
         third.load()
         assert third.iteration == 1
+        assert [part.step for part in given] == [1]
         assert not hasattr(third.args, "finetune")
         missing = {"pretrained_checkpoint": str(shared_path / "nowhere")}
         loop = Loop(third.training, arguments(shared_path / "new", **missing))

@@ -36,9 +36,11 @@ class KeptManager:
             self.manager.attach(name, **how)
         self._parts[name] = how
 
-    def _make(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
+    def _make(
+        self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig, with_parts: bool = True
+    ) -> CheckpointManager:
         manager = CheckpointManager(root, config=config, **trainer)
-        for name, how in self._parts.items():
+        for name, how in self._parts.items() if with_parts else ():
             manager.attach(name, **how)
         return manager
 
@@ -67,13 +69,14 @@ class KeptManager:
 
     @contextmanager
     def loader(
-        self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig
+        self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig, with_parts: bool = True
     ) -> Iterator[CheckpointManager]:
         """Yields a separate manager for a load, and closes it. The next save goes on from the loaded step.
 
-        The arguments are as in `get`. Raises CheckpointError: see CheckpointManager.
+        Without `with_parts`, the parts of the loaded step are left out. The other arguments are as in `get`. Raises
+        CheckpointError: see CheckpointManager.
         """
-        manager = self._make(root, trainer, config)
+        manager = self._make(root, trainer, config, with_parts)
         try:
             yield manager
         finally:

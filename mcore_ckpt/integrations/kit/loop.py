@@ -225,7 +225,9 @@ class LoopCheckpoints:
             words = tuple(word for word in config.load_contents if word not in left_out)
             config = replace(config, load_contents=words)
         generators = read_rng()
-        with self._kept.loader(found["folder"], training.arguments(), config) as manager:
+        # With `finetune`, the training begins at iteration 0, and the data of another run does not belong to it.
+        with_parts = not args["finetune"]
+        with self._kept.loader(found["folder"], training.arguments(), config, with_parts) as manager:
             if theirs is not None and args["verify_integrity"]:
                 check_integrity(theirs)
             verify = "full" if args["verify_integrity"] else "read"
