@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,7 @@ def load_state(
                 # Plan, and check together. Nothing changes before all ranks know that the checkpoint fits.
                 if verify == "full":
                     _verify_together(trainer, folder)
-                plan = _plan_together(trainer, folder, verify)
+                plan = _plan_together(trainer, folder, verify, frozenset(found["loaded_parts"]))
                 # Fill. If only the weights in huggingface/ are loaded, nothing changes before `load_hf` has checked
                 # them, so `changed` need not be set here.
                 changed = changed or trainer.config.load_contents != ("hf_model",)
@@ -143,7 +143,7 @@ def _find_together(
     failure: Record | None,
     verify: str,
 ) -> Record:
-    """Returns, on every rank, what `find_candidates` finds on rank 0.
+    """Returns, on every rank, what `find_candidates` finds on rank 0, and the parts that any rank loads.
 
     Raises EarlierSaveError if a rank has a `failure`.
     """
@@ -154,7 +154,9 @@ def _find_together(
         # Planning reads values from the GPU, and torch would wait for these values without a deadline.
         wait_for_gpu(trainer.agreement.timeout_s)
         held.extend(own_held(tier))
-        return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
+        loaded = [part.name for part in trainer.parts if part.load is not None]
+        held_here = [each.to_record() for each in held]
+        return {"request": request, "failure": failure, "held": held_here, "loaded_parts": loaded}
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["request"] for record in records], "the checkpoint to load")
@@ -163,7 +165,8 @@ def _find_together(
             return {"failure": failure}
         fast = [] if _takes_hf_weights(trainer) else found_on_nodes(tier, records)
         found = find_candidates(trainer, remote, step, path, tier, fast)
-        return {**found, "adopt": to_adopt(fast, records)}
+        loaded = sorted({name for record in records for name in record["loaded_parts"]})
+        return {**found, "adopt": to_adopt(fast, records), "loaded_parts": loaded}
 
     found = decide(trainer.agreement, "finding a checkpoint", work, combine)
     raise_failure(found)
@@ -275,7 +278,7 @@ def _verify_share(trainer: Trainer, folder: Folder, files: Sequence[FileRecord])
         raise CheckpointCorruptError(damages[0].problem + more)
 
 
-def _plan_together(trainer: Trainer, folder: Folder, verify: str) -> LoadPlan:
+def _plan_together(trainer: Trainer, folder: Folder, verify: str, loaded_parts: Set[str]) -> LoadPlan:
     def plan() -> tuple[LoadPlan, Record]:
         if trainer.config.load_replicas == "broadcast":
             refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
@@ -290,7 +293,7 @@ def _plan_together(trainer: Trainer, folder: Folder, verify: str) -> LoadPlan:
                 "this optimizer each main parameter belongs to the weight that it was saved with: put 'model' into "
                 "load_contents"
             )
-        own = plan_load(trainer, folder)
+        own = plan_load(trainer, folder, loaded_parts)
         if _takes_hf_weights(trainer):
             exported = own.manifest.files_of("huggingface")
             folder.check(exported)

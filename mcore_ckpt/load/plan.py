@@ -5,7 +5,7 @@ Planning checks the manifest, the indexes, the file sizes and the small files, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -133,8 +133,13 @@ class LoadPlan:
         return self.reader.folder
 
 
-def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
+def plan_load(trainer: Trainer, folder: Folder, loaded_parts: Set[str] = frozenset()) -> LoadPlan:
     """Plans this rank's load. Planning changes nothing and communicates with no other rank.
+
+    Args:
+        trainer: this rank's trainer.
+        folder: the checkpoint's folder.
+        loaded_parts: the parts of the step that any rank loads.
 
     Raises:
         CheckpointNotFoundError: `folder` is not a checkpoint.
@@ -150,7 +155,7 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
         _check_contents(trainer, manifest)
         _check_adapters(trainer, manifest)
         other_model = tuple(differences_to_live(trainer, manifest.model))
-        return replace(_plan(trainer, reader, locator), other_model=other_model)
+        return replace(_plan(trainer, reader, locator, loaded_parts), other_model=other_model)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest, locator)}") from error
 
@@ -165,7 +170,7 @@ def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
         )
 
 
-def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
+def _plan(trainer: Trainer, reader: NativeReader, locator: Locator, loaded_parts: Set[str]) -> LoadPlan:
     wanted = trainer.config.load_contents
     model = model_shards(trainer.chunks)
     model_fills: list[TensorFill] = []
@@ -198,7 +203,7 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     _check_sizes(reader, plan.fills)
     refuse_rounding(trainer, (fill.rounding for fill in plan.fills))
     if "extra" in wanted:  # last, because planning the parts may fetch files
-        plan = replace(plan, step_parts=plan_step_parts(trainer, reader.folder, reader.manifest))
+        plan = replace(plan, step_parts=plan_step_parts(trainer, reader.folder, reader.manifest, loaded_parts))
     return plan
 
 

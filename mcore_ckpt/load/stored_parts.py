@@ -1,7 +1,8 @@
 """Gives the parts of a loaded step to the functions that the trainer has attached for them.
 
-Before anything changes, each rank checks that the step has the parts, and reads its share of the parts' files. The
-functions run last, on the trainer's thread, so that no part is loaded without the weights of the same step.
+Before anything changes, each rank checks that the step has the parts, and reads its share of the files of all parts
+that any rank loads. The functions run last, on the trainer's thread, so that no part is loaded without the weights of
+the same step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,13 +61,21 @@ class PartsFolder:
             self._places[path] = self._runner.run(partial(self._bring, path))
         return self._places[path]
 
+    def check(self, part: str, rank: int) -> None:
+        """Reads the files of one part of one rank, and keeps nothing of them. Raises the errors of `folder`."""
+        records = self._records.get(file_names.part_dir(part, rank), [])
+        self._runner.run(partial(self._verify, records))
+
+    def _verify(self, records: list[FileRecord]) -> None:
+        if damages := self._folder.verify(records):
+            raise CheckpointCorruptError(damages[0].problem)
+
     def _bring(self, path: str) -> Path:
         records = self._records.get(path, [])
         # If a part has no files, its folder may be missing, because a copy of a checkpoint has only the files of the
         # manifest.
         if records and isinstance(self._folder, LocalFolder):
-            if damages := self._folder.verify(records):
-                raise CheckpointCorruptError(damages[0].problem)
+            self._verify(records)
             files = (self._folder.place / record.path for record in records)
             self._of_step |= {file: _identity_of(file) for file in files}
             return self._folder.place / path
@@ -146,8 +156,15 @@ class PartLoads:
 NO_PARTS = PartLoads()
 
 
-def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> PartLoads:
-    """Finds the parts that this rank loads, and reads its share of their files. Changes nothing.
+def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded: Set[str]) -> PartLoads:
+    """Finds the parts that this rank loads, and reads its share of the files of all parts. Changes nothing.
+
+    Args:
+        trainer: this rank's trainer.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
+        loaded: the parts that any rank loads. A function may ask for the files of each rank, so all of these are
+            checked.
 
     Raises:
         CheckpointMismatchError: the step does not have a part that this rank has attached, and that is not optional.
@@ -165,18 +182,20 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
                 f"the step has no part {part.name!r}, but it has {listed(manifest.parts)}: attach the part with "
                 "optional=True to load steps that were saved without it, or load another step"
             )
-        ranks = tuple(rank for first, last in runs for rank in range(first, last + 1))
+        ranks = _ranks_in(runs)
         # A step that was resharded has the parts of all ranks that saved it. These may be more ranks than its new
         # layout has.
         world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
         own_files = partial(files.folder, part.name)
         found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files)))
-    _warn_of_others(trainer, folder, manifest)
+    _warn_of_others(trainer, folder, manifest, loaded)
+    own = {part.name for part, _ in found}
     try:
-        for _, stored in found:
-            for saved in stored.ranks:
+        for name in sorted(loaded & manifest.parts.keys()):
+            for saved in _ranks_in(manifest.parts[name]):
                 if saved % trainer.topology.world_size == rank:
-                    stored.folder(saved)
+                    # A rank that loads the part will want its share, so it keeps what it fetches.
+                    (files.folder if name in own else files.check)(name, saved)
     except BaseException:
         files.close()
         raise
@@ -189,8 +208,11 @@ def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> N
     decide(agreement, topic, done_here(loads.load).record, lambda _: {})
 
 
-def _warn_of_others(trainer: Trainer, folder: Folder, manifest: Manifest) -> None:
-    attached = {part.name for part in trainer.parts if part.load is not None}
-    others = [name for name in manifest.parts if name not in attached]
+def _ranks_in(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(rank for first, last in runs for rank in range(first, last + 1))
+
+
+def _warn_of_others(trainer: Trainer, folder: Folder, manifest: Manifest, loaded: Set[str]) -> None:
+    others = [name for name in manifest.parts if name not in loaded]
     if others and trainer.agreement.is_coordinator:
-        logger.warning("%s has parts that rank 0 does not load: %s", folder, listed(others))
+        logger.warning("%s has parts that no rank loads: %s", folder, listed(others))

@@ -188,6 +188,40 @@ def test_a_damaged_part_sends_all_ranks_to_the_older_step(shared_path: Path) -> 
 
 
 @pytest.mark.world(2)
+def test_a_part_that_one_rank_loads_is_checked_before_anything_changes(shared_path: Path) -> None:
+    """Rank 0 alone loads a part that both ranks have saved. There is no older step to take."""
+    with parallel(LAYOUT):
+        training = build(LAYOUT, seed=1)
+        manager = manager_of(training, shared_path)
+        read: list[bytes] = []
+        load = None if dist.get_rank() else lambda part: read.extend(map(part.read, part.ranks))
+        manager.attach("rows", save=b"of rank %d" % dist.get_rank(), load=load)
+        manager.save(1).wait()
+        train(training, 0, 1)
+        wanted = snapshot(training)
+        damaged = shared_path / "global_steps_1/actor/parts/rows/rank_00001/data"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damaged.write_bytes(b"of rank x")
+        dist.barrier()
+        problem = r"parts/rows/rank_00001/data: has a wrong CRC.*Nothing has been changed"
+        with everywhere(), pytest.raises(CheckpointCorruptError, match=problem):
+            manager.load()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, wanted)
+            assert read == []
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damaged.write_bytes(b"of rank 1")
+        dist.barrier()
+        manager.load()
+        with everywhere():
+            assert read == ([] if dist.get_rank() else [b"of rank 0", b"of rank 1"])
+        manager.close()
+
+
+@pytest.mark.world(2)
 def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path) -> None:
     """Saved by two ranks, resharded to one, and loaded by two."""
     first, other = shared_path / "first", shared_path / "other"
