@@ -11,8 +11,8 @@ Public names, for integrations and commands:
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`,
   and by which metrics: `set_metrics`, `metrics_of`;
-- a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
-  `roles_begun`, and `seal_role` for files that another program has written;
+- a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`,
+  `uncommit_earlier_save`, `uncommit_role`, `roles_begun`, and `seal_role` for files that another program has written;
 - from which checkpoint a training goes on: `RunHistory`;
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
@@ -49,7 +49,15 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.pins import pin, unpin
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
-    from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, roles_begun, seal_role, uncommit_role
+    from mcore_ckpt.steps.role_files import (
+        RoleReader,
+        RoleWriter,
+        commit_role,
+        roles_begun,
+        seal_role,
+        uncommit_earlier_save,
+        uncommit_role,
+    )
     from mcore_ckpt.steps.running_saves import RunningSave, running_saves
     from mcore_ckpt.steps.step_sizes import StepSize, size_of
     from mcore_ckpt.steps.tracker import move_tracker, remove_tracker, write_tracker
@@ -94,6 +102,7 @@ __all__ = [
     "set_metrics",
     "size_of",
     "step_status",
+    "uncommit_earlier_save",
     "uncommit_role",
     "unpin",
     "write_tracker",
@@ -123,7 +132,15 @@ __getattr__ = lazy_names(
         "pins": ("pin", "unpin"),
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),
-        "role_files": ("RoleReader", "RoleWriter", "commit_role", "roles_begun", "seal_role", "uncommit_role"),
+        "role_files": (
+            "RoleReader",
+            "RoleWriter",
+            "commit_role",
+            "roles_begun",
+            "seal_role",
+            "uncommit_earlier_save",
+            "uncommit_role",
+        ),
         "running_saves": ("RunningSave", "running_saves"),
         "step_sizes": ("StepSize", "size_of"),
         "tracker": ("move_tracker", "remove_tracker", "write_tracker"),

@@ -7,6 +7,7 @@ so a trainer never pairs the weights of one step with the data position of anoth
 from __future__ import annotations
 
 import datetime
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,14 +19,16 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_checked, read_manifest
 from mcore_ckpt.checkpoint.versions import package_versions
-from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CommitError, UnsupportedError
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.file_copies import copy_checked, copy_hashed, hash_durably, link_file, pieces_of
 from mcore_ckpt.io.files import make_folders, sync_dir, sync_file, sync_names, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.listing import step_status
+from mcore_ckpt.steps.listing import check_own_step, step_status
+from mcore_ckpt.steps.owner import Life
+from mcore_ckpt.steps.running_saves import running_saves
 from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
 from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
@@ -164,9 +167,11 @@ def commit_role(
         may_commit: runs on rank 0 right before the role is put in place. If `may_commit` raises, nothing is committed.
         stamp: runs on rank 0, and returns the manifest with the run and the commit of the step's other roles. With
             `stamp`, a step that is saved again after a rollback is not complete before this role is saved again, too.
-            Without `stamp`, the caller must `uncommit_role` before such a save.
+            Without `stamp`, the caller must call `uncommit_earlier_save` before such a save.
 
     Raises:
+        CommitError: another role of the step is being saved again, and its earlier checkpoint is still there. The step
+            would be complete with that checkpoint.
         CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
             earlier checkpoint of the role stays as it was.
 
@@ -193,7 +198,11 @@ def commit_role(
         made = files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
         return stamp(made)
 
-    commit_together(agreement, topic, attempt, write_files, describe, after, may_commit)
+    def check_and_ask() -> None:
+        _check_not_saved_again(role_dir)
+        may_commit()
+
+    commit_together(agreement, topic, attempt, write_files, describe, after, check_and_ask)
 
 
 def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: str = "extra") -> None:
@@ -227,6 +236,43 @@ def uncommit_role(role_dir: Path) -> None:
         with suppress(FileNotFoundError):
             (folder / file_names.MANIFEST_FILE).unlink()
             sync_dir(folder)
+
+
+def uncommit_earlier_save(step_path: Path, role: str, driver_role: str) -> None:
+    """Undoes an earlier save of a step, before a role of this step is saved again.
+
+    A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
+    would be complete as soon as it has all roles, although these come from different saves. An earlier save of
+    `role` is undone, too, because a new async save of `role` may commit after the driver. The role of plain files
+    (`driver_role`) is removed first, because it is saved again last.
+
+    The caller holds a lock, so that a second trainer does not undo what the first one has saved.
+
+    Raises CommitError if the step belongs to another run, and OSError.
+    """
+    if step_path.is_dir():
+        check_own_step(step_path)
+    for folder in (step_path / driver_role, step_path / role):
+        uncommit_role(folder)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(step_path / driver_role)
+
+
+def _check_not_saved_again(role_dir: Path) -> None:
+    """Raises CommitError if another role of the step is being saved again, and its earlier checkpoint is still there.
+
+    The new role would complete the step with that earlier checkpoint.
+    """
+    step_path = role_dir.parent
+    saves = [save for save in running_saves(step_path.parent, [step_path]) if save.staging.parent == step_path]
+    committed = step_status(step_path).committed - {role_dir.name} if saves else frozenset()
+    for save in saves:
+        if save.role in committed and save.life is not Life.DEAD:
+            raise CommitError(
+                f"{step_path / save.role}: {save.by} is saving this role again, and its earlier checkpoint is still "
+                f"there, so the step would be complete with that checkpoint and the new {role_dir.name}: commit "
+                f"{role_dir.name} after that save, or call uncommit_earlier_save before it"
+            )
 
 
 def roles_begun(step_path: Path) -> frozenset[str]:

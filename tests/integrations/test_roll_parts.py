@@ -19,12 +19,11 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from mcore_ckpt.steps import commit, delete_old_steps, tracker
+from mcore_ckpt.steps import commit, delete_old_steps, tracker, uncommit_earlier_save
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.examine.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
-from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
 from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng

@@ -22,12 +22,18 @@ from mcore_ckpt.errors import (
     LockedError,
     UnsupportedError,
 )
-from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
 from mcore_ckpt.integrations.slime.data_position import data_file, newest_with_data
 from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints
 from mcore_ckpt.integrations.slime.rollout_role import has_rollout_role, models_of_step
 from mcore_ckpt.ranks import single_process_agreement
-from mcore_ckpt.steps import TrainerLock, commit_role, complete_steps, read_tracker, step_status
+from mcore_ckpt.steps import (
+    TrainerLock,
+    commit_role,
+    complete_steps,
+    read_tracker,
+    step_status,
+    uncommit_earlier_save,
+)
 from tests.integrations.with_stand_ins import Options, imported
 
 FORKS = ("slime", "miles")

@@ -9,13 +9,13 @@ import pytest
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, CommitError
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role
-from tests.support.checkpoints import stage
+from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, uncommit_earlier_save, uncommit_role
+from tests.support.checkpoints import alone_in_the_world, begin, finish, make, stage
 
 ROLES = ("actor", "driver")
 
@@ -113,3 +113,25 @@ def test_a_role_of_a_branch_that_was_given_up_completes_no_step(step_path: Path)
     assert "not committed again by driver" in step_status(root / "global_step_2").reason
     save_driver(root / "global_step_2", 2)
     assert step_status(root / "global_step_2").is_complete
+
+
+def test_a_role_never_completes_a_step_whose_models_are_being_saved_again(tmp_path: Path) -> None:
+    """An async save of the actor has returned, but not committed, when the driver commits."""
+    step_path = file_names.step_dir(tmp_path, 1)
+    step_path.mkdir()
+    (step_path / "data.pt").write_bytes(b"position")
+    make(step_path / "actor", 1, ROLES)
+    save(step_path, 1, {"data.pt": False})
+    agreement = alone_in_the_world()
+    uncommit_role(step_path / "driver")
+    attempt = begin(agreement, tmp_path, 1)
+    (step_path / "data.pt").write_bytes(b"later position")
+    with pytest.raises(CommitError, match=r"global_steps_1/actor: process .* is saving this role again"):
+        save(step_path, 1, {"data.pt": False})
+    assert not step_status(step_path).is_complete
+    uncommit_earlier_save(step_path, "actor", "driver")
+    save(step_path, 1, {"data.pt": False})
+    assert step_status(step_path).missing == {"actor"}
+    finish(agreement, attempt, tmp_path, 1, 2, ROLES)
+    assert step_status(step_path).is_complete
+    assert RoleReader(step_path / "driver").read("data.pt", 100) == b"later position"

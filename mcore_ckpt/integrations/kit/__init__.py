@@ -3,7 +3,6 @@
 - `kept`: the one CheckpointManager that an integration keeps between saves;
 - `options`: options that a framework cannot honour, and how many checkpoints a framework keeps;
 - `together`: decisions of rank 0 for all ranks;
-- `saved_again`: undoing an earlier save of a step before the step is saved again, if the driver has a role in the step;
 - `driver`: the agreement with which a driver commits its role alone, and retention after it;
 - `published`: the config of the HuggingFace model that a training started from;
 - `loop`: saving and loading for loops like Megatron-LM's, with `arguments` (their options, by Megatron-LM's names),

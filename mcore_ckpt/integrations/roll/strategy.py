@@ -12,11 +12,10 @@ from typing import Any
 
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.published import published_config
-from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
 from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import TrainerLock, step_status
+from mcore_ckpt.steps import TrainerLock, step_status, uncommit_earlier_save
 
 logger = logging.getLogger(__name__)
 

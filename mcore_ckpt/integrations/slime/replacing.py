@@ -24,7 +24,6 @@ from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
 from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
-from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
 from mcore_ckpt.integrations.slime.data_position import newest_with_data
@@ -34,7 +33,7 @@ from mcore_ckpt.integrations.slime.rollout_role import (
     models_of_step,
     read_options,
 )
-from mcore_ckpt.steps import TrainerLock, complete_steps
+from mcore_ckpt.steps import TrainerLock, complete_steps, uncommit_earlier_save
 
 logger = logging.getLogger(__name__)
 

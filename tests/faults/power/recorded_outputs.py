@@ -19,13 +19,12 @@ from mcore_ckpt.checkpoint import file_names  # noqa: E402
 from mcore_ckpt.cli.main import main as command_line  # noqa: E402
 from mcore_ckpt.integrations.areal.recover_info import Progress  # noqa: E402
 from mcore_ckpt.integrations.areal.recovery_steps import RecoverySteps  # noqa: E402
-from mcore_ckpt.integrations.kit.saved_again import uncommit_earlier_save  # noqa: E402
 from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline  # noqa: E402
 from mcore_ckpt.integrations.verl.place import Place  # noqa: E402
 from mcore_ckpt.integrations.verl.resume import send_back  # noqa: E402
 from mcore_ckpt.io.files import make_folder, write_file  # noqa: E402
 from mcore_ckpt.io.store import Store  # noqa: E402
-from mcore_ckpt.steps import tracker  # noqa: E402
+from mcore_ckpt.steps import tracker, uncommit_earlier_save  # noqa: E402
 from mcore_ckpt.steps.remote_steps import RemoteSteps  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
 from mcore_ckpt.steps.upload_queue import UploadQueue  # noqa: E402
