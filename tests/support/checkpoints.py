@@ -105,6 +105,7 @@ def manifest_of(
         created="2025-01-01T00:00:00+00:00",
         versions={"torch": str(torch.__version__)},
         contents=("model", "extra"),  # no common.pt, which is what "optimizer" promises
+        parts=_parts_in([file.path for _, file in files]),
         topology=Topology(world_size=world, dp=world),
         ranks=tuple(RankCoordinates(dp=rank) for rank in range(world)),
         stages=(),
@@ -123,6 +124,13 @@ def manifest_of(
             for rank, file in files
         ),
     )
+
+
+def _parts_in(paths: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    ranks: dict[str, set[int]] = {}
+    for place in filter(None, map(file_names.parse_part, paths)):
+        ranks.setdefault(place[0], set()).add(place[1])
+    return {part: runs(sorted(ranks[part])) for part in sorted(ranks)}
 
 
 def save_together(agreement: Agreement, root: Path, step: int, version: int, keep: int | None = None) -> None:
@@ -146,14 +154,12 @@ def finish(
     version: int,
     roles: Sequence[str] = (ROLE,),
     may_commit: Callable[[], object] = lambda: None,
+    write_more: Callable[[Path], list[WrittenFile]] = lambda staging: [],
 ) -> None:
     def write(staging: Path) -> Record:
         check_seen(staging)
-        return {
-            "files": [
-                msgspec.to_builtins(file) for file in write_files(staging, agreement, version, agreement.world_size)
-            ]
-        }
+        files = [*write_more(staging), *write_files(staging, agreement, version, agreement.world_size)]
+        return {"files": [msgspec.to_builtins(file) for file in files]}
 
     def describe(records: Sequence[Record]) -> Manifest:
         files = [

@@ -1,4 +1,4 @@
-"""Saves of a few real processes, one of which kills itself at a chosen point.
+"""Saves of a few real processes, with three parts of each step, one of which kills itself at a chosen point.
 
 Run as a program it imports torch once and forks for each job that comes as a line of JSON on stdin; when a job has
 ended, its number is written to stdout and what its ranks saw lies in the job's folder of results.
@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.ranks.rounds import Agreement
@@ -31,6 +32,7 @@ from mcore_ckpt.save.destination import Following
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.checkpoints import SMALL_KNOBS, begin, delete_old, finish
+from tests.support.crash_parts import RankParts, make_given
 
 WORLD = 3
 TIMEOUT_S = 3.0
@@ -87,11 +89,18 @@ class Watch:
         self.events.append(label)
         return label != self._kill_at or self.events.count(label) != self._kill_count
 
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Gives the events of a part of a save names of their own."""
+        phase, self.phase = self.phase, f"{self.phase}-{name}"
+        yield
+        self.phase = phase
+
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_io(self) -> None:
-        for module, names in ((os, "open write fsync rename replace mkdir stat unlink rmdir"), (io, "open")):
+        for module, names in ((os, "open write fsync rename replace mkdir stat link unlink rmdir"), (io, "open")):
             for name in names.split():
                 self._wrap(module, name)
         native = _native.WriteJob
@@ -169,6 +178,8 @@ def run_rank(job: Job, rank: int, listener: socket.socket | None) -> None:
             Agreement(WatchedStore(client, watch), rank, WORLD, f"job{job.number}/{name}", job.timeout_s)
             for name, client in (("trainer", store), ("saves", commits_store))
         )
+        if rank == 0:
+            make_given(Path(job.root).parent, (version for _, version in job.saves))
         watch.watch_io()
         _save_all(job, agreement, commits, watch, report)
         if rank == job.victim:
@@ -203,14 +214,24 @@ def _meet(store: Any, job: Job, rank: int) -> None:
 class RankSave:
     """What a SaveHandle ends: the second half of checkpoints.save_together."""
 
-    def __init__(self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int) -> None:
+    def __init__(
+        self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int, watch: Watch, parts: RankParts
+    ) -> None:
         self._job, self._commits, self._attempt, self.step, self._version = job, commits, attempt, step, version
+        self._watch, self._parts = watch, parts
 
     def finish(self, stall_s: float | None) -> tuple[SimpleNamespace, Following]:
-        finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
+        root = Path(self._job.root)
+        finish(self._commits, self._attempt, root, self.step, self._version, write_more=self._write_parts)
+        with self._watch.within("given"):
+            self._parts.committed()
         return SimpleNamespace(seconds=0, plan_s=0, copy_s=0, write_s=0, export_s=0, commit_s=0), Following(
             delete=self.delete, deletes=True
         )
+
+    def _write_parts(self, staging: Path) -> list[WrittenFile]:
+        with self._watch.within("parts"):
+            return self._parts.write(staging)
 
     def delete(self) -> None:
         if self._commits.is_coordinator:
@@ -228,7 +249,10 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
         try:
             background.wait_until_idle()
             attempt = begin(agreement, Path(job.root), step)
-            save = RankSave(job, commits, attempt, step, version)
+            parts = RankParts(commits, Path(job.root), version)
+            with watch.within("parts"):
+                parts.capture(attempt)
+            save = RankSave(job, commits, attempt, step, version, watch, parts)
             handle = SaveHandle(step, save, save.finish)  # type: ignore[arg-type]
             if job.background:
                 background.launch(handle, 0.0)

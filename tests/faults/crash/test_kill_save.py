@@ -1,7 +1,8 @@
 """SIGKILL of one rank at any point of a save: all or nothing, the same on all other ranks, nothing left behind.
 
 The ranks are real processes with a real TCPStore (crash_worker.py). Each scenario has three saves after a committed
-step: a new step, the same step once more, and a third with retention. One file of each is written by all ranks.
+step: a new step, the same step once more, and a third with retention. One file of each is written by all ranks, and
+each has three parts: of one rank, of each rank, and a folder that is handed over.
 """
 
 import json
@@ -18,9 +19,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt.steps import leftovers, tracker
+from mcore_ckpt.steps import complete_steps, leftovers, tracker
 from tests.support import crash_worker
 from tests.support.checkpoints import ROLE, checkpoints, remains
+from tests.support.crash_parts import assert_parts, files_below, given_files, given_folder
 from tests.support.crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 
 # Saves of this many scenarios wait for dead ranks at the same time.
@@ -45,9 +47,10 @@ class Scenario:
     """Who dies, in which of `points` equal parts of a span of its events, and where the store is.
 
     Spans: "all"; "writing", from the first native write to the last part that is given to the owner of the shared file,
-    or taken, in the save that replaces a step; "commit", from rank 0's claim to its word in that save; "renames",
-    before each of the two that replace one where nothing can be exchanged, and after; "tracker", before it is replaced
-    for the first time.
+    or taken, in the save that replaces a step; "parts", all events of writing parts in that save; "given", the removal
+    of what was handed over with it; "commit", from rank 0's claim to its word in that save; "renames", before each of
+    the two that replace one where nothing can be exchanged, and after; "tracker", before it is replaced for the first
+    time.
     """
 
     victim: int
@@ -92,6 +95,10 @@ SCENARIOS = [
     *scenarios(3, victim=0, span="renames"),
     *scenarios(2, victim=0, span="writing"),
     *scenarios(3, victim=1, span="writing"),
+    *scenarios(6, victim=0, span="parts"),
+    *scenarios(3, victim=1, span="parts"),
+    *scenarios(3, victim=0, span="given"),
+    *scenarios(2, victim=0, background=True, span="parts"),
     *scenarios(4, victim=0, background=True),
     *scenarios(2, victim=0, background=True, host="rank0"),
     *scenarios(2, victim=1, background=True),
@@ -235,6 +242,8 @@ def kill_point(scenario: Scenario, events: list[str]) -> int:
 def span_of(name: str, events: list[str]) -> Sequence[int]:
     if name == "all":
         return range(len(events))
+    if name in ("parts", "given"):
+        return [at for at, event in enumerate(events) if event.startswith(f"1-{name}:")]
     if name == "tracker":
         return [events.index("0:replace")]
     if name == "writing":
@@ -253,12 +262,14 @@ def test_saves_that_nobody_disturbs(dry_runs: list[tuple[Job, Outcome]]) -> None
         assert checkpoints(outcome.root) == AFTER[len(SAVES)]
         assert tracker.read_tracker(outcome.root) == 3
         assert remains(outcome.root) == []
+        assert_state(outcome.root, len(SAVES), "nobody was killed")
+        assert_given(outcome.root.parent, len(SAVES), 1, "nobody was killed")
         assert all(r["events"].count("1:native_wait") == 2 for r in outcome.reports.values()), "nothing is shared"
     # Kill points are numbers of events: there must be enough, of all kinds.
     events = events_of(dry_runs, 0, exchange=True, background=True)
     assert len(events) > 200
     kinds = {event.partition(":")[2] for event in events}
-    assert kinds >= {"open", "write", "fsync", "rename", "replace", "mkdir", "stat", "unlink", "rmdir"}
+    assert kinds >= {"open", "write", "fsync", "rename", "replace", "mkdir", "stat", "link", "unlink", "rmdir"}
     assert kinds >= {"set", "compare_set", "check", "get", "delete_key"}
     assert kinds >= {"native_start", "native_wait", "native_finish"}
     assert events_of(dry_runs, 0, exchange=False, background=False).count("1:rename") == 2
@@ -286,6 +297,7 @@ def test_a_rank_is_killed(scenario: Scenario, outcomes: Mapping[Scenario, Outcom
     leftovers.remove_leftovers(root, ROLE, alone=True)
     assert_state(root, saved, told)
     assert remains(root) == [], told
+    assert_given(outcome.root.parent, saved, scenario.victim, told)
 
 
 def saved_by_all(outcome: Outcome, told: str) -> int:
@@ -307,6 +319,18 @@ def assert_state(root: Path, saved: int, told: str) -> None:
         wanted = wanted | {FIRST_STEP: FIRST_VERSION}
     assert found == wanted, told
     assert tracker.read_tracker(root) in found, told
+    for status in complete_steps(root):
+        assert_parts(status.path / ROLE, found[status.step], WORLD)
+
+
+def assert_given(above: Path, saved: int, victim: int, told: str) -> None:
+    """What is handed over stays until its save is committed, and then goes, unless the rank that removes it is dead."""
+    for number, (_, version) in enumerate(SAVES):
+        left = files_below(given_folder(above, version))
+        if number >= saved:
+            assert left == given_files(version), told
+        elif victim != 0:
+            assert left == {}, told
 
 
 def test_the_tracker_catches_up_at_the_next_save(workers: Workers, outcomes: Mapping[Scenario, Outcome]) -> None:
