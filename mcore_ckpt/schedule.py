@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import check_fields, check_value, checked, limited
+from mcore_ckpt.ranks.process_groups import world_size
 
 Record = dict[str, Any]
 
@@ -22,7 +23,7 @@ function. One rank calls that function, and all ranks get the result."""
 
 
 def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
-    """Takes the place of `CheckpointManager.agree` in a single process: returns that process's own answer."""
+    """Takes the place of `CheckpointManager.agree` where only one process asks: returns that process's own answer."""
     return answer()
 
 
@@ -111,7 +112,7 @@ class Schedule:
         self._before = (0, 0, self._began)
         self._last: Saved | None = None
 
-    def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
+    def due(self, epochs: int = 0, steps: int = 1, agree: Agree | None = None) -> bool:
         """Returns True if it is time to save. Call it once after every step, on every rank.
 
         A continuous schedule that knows of no save is always due.
@@ -119,14 +120,21 @@ class Schedule:
         Args:
             epochs: how many epochs have ended since the last call.
             steps: how many steps have ended since the last call.
-            agree: the function by which the ranks agree. One rank decides for all ranks, by its own clock.
+            agree: the function by which the ranks agree. One rank decides for all ranks, by its own clock. None: each
+                process decides alone, which several ranks may do only if epochs and steps alone cause saves.
 
         Raises:
+            InvalidArgumentError: this process is one of several ranks, and `agree` is None, but `secs`, `minutes` or
+                `continuous` may cause a save. These differ from rank to rank. If only one rank asks, and tells the
+                others, pass `alone`.
             CheckpointError: `agree` raised it, for example because the ranks are not at the same step. The counts have
                 not changed.
         """
         for name, value in (("epochs", epochs), ("steps", steps)):
             check_value(name, value, int, {"least": 0})
+        if agree is None:
+            self._refuse_own_clocks()
+            agree = alone
         counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
         fired: Record = {"epochs": False, "steps": False, "secs": False, "continuous": False}
         if not self._frequency.is_never:
@@ -153,6 +161,16 @@ class Schedule:
             self._last = handle
         else:
             self._epochs, self._steps, self._began = self._before
+
+    def _refuse_own_clocks(self) -> None:
+        frequency = self._frequency
+        ranks = world_size() if frequency.seconds is not None or frequency.continuous else 1
+        if ranks > 1:
+            raise InvalidArgumentError(
+                f"{frequency}: each of the {ranks} ranks would decide by its own clock or its own view of the last "
+                "save, and some would save while others train: call due(agree=manager.agree), or due(agree=alone) if "
+                "only one rank asks and tells the others"
+            )
 
     def _fired(self, epochs: int, steps: int) -> Record:
         frequency = self._frequency
@@ -212,7 +230,7 @@ class RoleSchedules:
         self._began = clock()
         self._schedules: dict[str, Schedule] = {}
 
-    def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
+    def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree | None = None) -> bool:
         """Returns True if it is time to save this role. See `Schedule.due`."""
         return self._of(role).due(epochs, steps, agree)
 

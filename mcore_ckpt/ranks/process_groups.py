@@ -47,6 +47,13 @@ def has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world_size() -> int:
+    """Returns the number of ranks of torch.distributed; 1 if it is not initialized in this process."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if has_process_group() else 1
+
+
 def find_process_groups(model: Any = None) -> ProcessGroups | None:
     """Returns the process groups that a model was built with, or the groups of `parallel_state`.
 

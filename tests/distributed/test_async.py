@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager, FastTier, SaveHandle
-from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
+from mcore_ckpt.errors import BusyError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.events import Event, Skipped, Started
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.save.guards import changing_methods
-from mcore_ckpt.schedule import Frequency, Schedule
+from mcore_ckpt.schedule import Frequency, Schedule, alone
 from mcore_ckpt.steps import complete_steps
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
 from tests.distributed.checkpointing import assert_loads, manager_of
@@ -182,6 +182,17 @@ def test_a_save_is_skipped_on_every_rank_though_one_is_busy(
             of_second = [event for event in got if event.step == 2]
             assert [type(event) for event in of_second] == [Started, Skipped]
             assert of_second[1].reason == second.skipped
+
+
+@pytest.mark.parametrize("frequency", [Frequency(steps=1, minutes=5), Frequency(steps=1, continuous=True)], ids=str)
+def test_ranks_do_not_each_save_by_their_own_clock(frequency: Frequency) -> None:
+    schedule = Schedule(frequency)
+    with everywhere():
+        with pytest.raises(InvalidArgumentError, match=r"each of the 2 ranks .* due\(agree=manager\.agree\)"):
+            schedule.due()
+        assert schedule.state_dict()["steps"] == 0
+        assert schedule.due(agree=alone)
+        assert Schedule(Frequency(steps=1)).due()
 
 
 @pytest.mark.parametrize("call", ["save", "load", "wait", "close"])
