@@ -53,8 +53,9 @@ class PreemptionGuard:
         training_ends_in_s: in how many seconds the machine will be taken away even if no request comes. The training
             stops early enough to save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a
             reservation at SageMaker or Volcengine; `math.inf`: never.
-        save_takes_s: how many seconds a durable save takes (of all roles), as `mcore-ckpt bench` predicts. This number
-            counts until this process has made a durable save with each manager. None: unknown, so a save is tried.
+        save_takes_s: how many seconds a durable save takes (of all roles), as `mcore-ckpt bench` predicts it without
+            parts and `hf_model`. This number counts until this process has made a durable save with each manager. None:
+            unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns it. Of several managers, the
             first one saves it.
         save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`, or
