@@ -1,6 +1,7 @@
 """Parts of a step that a trainer attaches: bytes, files and folders that are committed and loaded with the weights."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,23 +189,27 @@ def test_a_damaged_part_sends_all_ranks_to_the_older_step(shared_path: Path) -> 
 
 
 @pytest.mark.world(2)
-def test_a_part_that_one_rank_loads_is_checked_before_anything_changes(shared_path: Path) -> None:
+@pytest.mark.parametrize("place", ["root", "store"])
+def test_a_part_that_one_rank_loads_is_checked_before_anything_changes(place: str, shared_path: Path) -> None:
     """Rank 0 alone loads a part that both ranks have saved. There is no older step to take."""
+    root = shared_path / "root"
     with parallel(LAYOUT):
         training = build(LAYOUT, seed=1)
-        manager = manager_of(training, shared_path)
+        manager = manager_of(training, root, remote=f"file://{shared_path}/store" if place == "store" else None)
         read: list[bytes] = []
         load = None if dist.get_rank() else lambda part: read.extend(map(part.read, part.ranks))
         manager.attach("rows", save=b"of rank %d" % dist.get_rank(), load=load)
         manager.save(1).wait()
+        manager.wait()
         train(training, 0, 1)
         wanted = snapshot(training)
-        damaged = shared_path / "global_steps_1/actor/parts/rows/rank_00001/data"
         dist.barrier()
         if dist.get_rank() == 0:
-            damaged.write_bytes(b"of rank x")
+            if place == "store":
+                shutil.rmtree(root / "global_steps_1")
+            _write(shared_path / place, b"of rank x")
         dist.barrier()
-        problem = r"parts/rows/rank_00001/data: has a wrong CRC.*Nothing has been changed"
+        problem = r"parts/rows/rank_00001/data: .*Nothing has been changed"
         with everywhere(), pytest.raises(CheckpointCorruptError, match=problem):
             manager.load()
         found = snapshot(training)
@@ -213,12 +218,17 @@ def test_a_part_that_one_rank_loads_is_checked_before_anything_changes(shared_pa
             assert read == []
         dist.barrier()
         if dist.get_rank() == 0:
-            damaged.write_bytes(b"of rank 1")
+            _write(shared_path / place, b"of rank 1")
         dist.barrier()
         manager.load()
         with everywhere():
             assert read == ([] if dist.get_rank() else [b"of rank 0", b"of rank 1"])
         manager.close()
+
+
+def _write(root: Path, data: bytes) -> None:
+    (file,) = root.glob("**/parts/rows/rank_00001/data")
+    file.write_bytes(data)
 
 
 @pytest.mark.world(2)
