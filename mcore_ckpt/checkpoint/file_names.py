@@ -66,6 +66,8 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.+)")
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
+# Matches the name of a note of files that were handed over to a checkpoint.
+_HANDED_OVER_NOTE = re.compile(r"\.([^/]+)\.handed_over-([0-9a-f]+)-[0-9]{5,9}\.json")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
 # Matches the name of a file, in a step's folder, with metrics that were set after a role's checkpoint was saved.
 _METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
@@ -227,6 +229,17 @@ def metrics_file(place: Path, role: str, attempt: str) -> Path:
 def parse_metrics_file(name: str) -> tuple[str, str] | None:
     """Returns the role and the attempt in the name of a file of metrics; None for any other name."""
     match = _METRICS_FILE.fullmatch(name)
+    return None if match is None else (match.group(1), match.group(2))
+
+
+def handed_over_note(role_dir: Path, attempt: str, rank: int) -> Path:
+    """Returns the file in which a rank notes the files that were handed over to a save (`steps.handed_over`)."""
+    return role_dir.with_name(f".{role_dir.name}.handed_over-{attempt}-{rank:05d}.json")
+
+
+def parse_handed_over_note(name: str) -> tuple[str, str] | None:
+    """Returns the role and the attempt in the name of a note of handed-over files; None for any other name."""
+    match = _HANDED_OVER_NOTE.fullmatch(name)
     return None if match is None else (match.group(1), match.group(2))
 
 

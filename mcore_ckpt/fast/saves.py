@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -20,6 +21,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.commit import new_attempt
+from mcore_ckpt.steps.handed_over import end_links_in
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, safest
 from mcore_ckpt.steps.worth import lack_of
@@ -224,6 +226,9 @@ def _found_together(
     """Returns the arguments of `FastSaves.found`, and on rank 0 fills `earlier`. Every rank calls it."""
 
     def work() -> Record:
+        if tier.is_lead:
+            for step_path in chain.from_iterable(file_names.step_dirs(tier.folder).values()):
+                end_links_in(step_path, tier.role, alone=False)
         return {"held": [each.to_record() for each in own_held(tier) if each.head.role == tier.role]}
 
     def combine(records: Sequence[Record]) -> Record:

@@ -26,6 +26,7 @@ from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.handed_over import end_links_in
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.transaction import Attempt, is_committed, raise_refusal, refusal_among
@@ -287,6 +288,7 @@ def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bo
                 if work is not None and work.role == role and all(map(owns, _heads_in(entry))):
                     with commit.taken_away(entry) as away:
                         commit.remove_folder(away)
+            end_links_in(step_path, role, alone=True)
             commit.remove_if_empty(step_path)
 
 

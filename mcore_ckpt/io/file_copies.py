@@ -89,6 +89,22 @@ def clone_file(source: Path, target: Path) -> None:
             os.close(writing)
 
 
+def share_blocks(source: Path, target: Path) -> bool:
+    """Makes a new file that shares the blocks of another file until one of them changes.
+
+    Returns False, and makes no file, if the file systems cannot do that. Raises OSError.
+    """
+    with opened(source) as (reading, _):
+        writing = open_new(target)
+        try:
+            is_shared = _shares_blocks(writing, reading)
+        finally:
+            os.close(writing)
+    if not is_shared:
+        target.unlink()
+    return is_shared
+
+
 def link_file(source: Path, target: Path) -> None:
     """Gives a file a second name. If the file system cannot do that, makes a clone with the second name.
 

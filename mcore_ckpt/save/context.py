@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, HungDiskError
@@ -45,6 +46,7 @@ class SaveContext:
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
         part_sizes: the sizes of this rank's files of each part in its last save.
+        part_notes: the notes of this rank's files that were handed over and may still have links (`steps.handed_over`).
     """
 
     trainer: Trainer
@@ -59,6 +61,7 @@ class SaveContext:
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
     part_sizes: PartSizes = field(default_factory=dict)
+    part_notes: list[Path] = field(default_factory=list)
     replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.errors import CommitError, HungDiskError
+from mcore_ckpt.errors import CheckpointCorruptError, CommitError, HungDiskError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, widen, would_widen_elsewhere
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file
+from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file, share_blocks
 from mcore_ckpt.io.files import make_folders, new_folder, write_file
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.threads import for_each
@@ -37,6 +37,7 @@ from mcore_ckpt.state.attached_parts import Content, HandOver, check_content
 from mcore_ckpt.state.thread_settings import settings_for_state
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_functions import call_of_trainer
+from mcore_ckpt.steps.handed_over import LinkedFile, end_links, write_note
 from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
@@ -55,17 +56,20 @@ class PartFiles:
         trainer: has the parts.
         runner: runs work under the watch of the disk.
         sizes: see `PartSizes`. `committed` updates these sizes.
+        notes: the notes of handed-over files of this rank's saves whose links may not have ended (`steps.handed_over`).
 
     Attributes:
         names: the names of the parts that this rank saves.
     """
 
-    def __init__(self, trainer: Trainer, runner: Runner, sizes: PartSizes) -> None:
+    def __init__(self, trainer: Trainer, runner: Runner, sizes: PartSizes, notes: list[Path]) -> None:
         self._trainer, self._rank, self._runner, self._sizes = trainer, trainer.agreement.rank, runner, sizes
+        self._notes = notes
         self._contents: dict[str, Content] = {part.name: part.save for part in trainer.parts if part.save is not None}
         self.names = trainer.parts.saved
         # The parts whose function was called with a folder.
         self._having_folder: frozenset[str] = frozenset()
+        self._note: Path | None = None
         self._work: Started[list[_Written]] | None = None
         self._written: list[_Written] = []
 
@@ -153,24 +157,43 @@ class PartFiles:
                 logger.warning("what was handed over to a checkpoint could not be removed: %s", error)
 
     def _remove(self) -> None:
-        for part in self._written:
-            if part.source is not None and part.source.is_handed_over:
-                part.source.remove(part.folders)
+        sources = [(part.source, part.folders) for part in self._written if part.source is not None]
+        are_gone = [source.remove(folders) for source, folders in sources if source.is_handed_over]
+        if all(are_gone) and self._note is not None:
+            self._note.unlink(missing_ok=True)
+            self._notes.remove(self._note)
 
     def close(self) -> None:
         """Stops the writing, and drops the references to the trainer's objects."""
         self.stop()
+        if self._note in self._notes:  # the save has failed on this rank, but may be committed nevertheless
+            with suppress(HungDiskError):
+                self._runner.start(self._end_links).wait(deadlines.DISK_PATIENCE_S, deadlines.DISK_PATIENCE_S)
         self._contents, self._written, self._work = {}, [], None
+
+    def _end_links(self) -> None:
+        for note in list(self._notes):
+            with suppress(OSError, CheckpointCorruptError):  # the next save tries again
+                end_links(note, alone=False)
+                if not note.exists():
+                    self._notes.remove(note)
 
     def _path(self, name: str) -> str:
         return file_names.part_dir(name, self._rank)
 
     def _write(self, staging: Path) -> list[_Written]:
         check_seen(staging)
+        self._end_links()
         # The parts that are ready go first, so that a slow function does not hold them up.
         ready = [name for name, content in self._contents.items() if not callable(content)]
         later = [name for name, content in self._contents.items() if callable(content)]
-        return [self._write_part(name, staging) for name in (*ready, *later)]
+        written = [self._write_part(name, staging) for name in (*ready, *later)]
+        links = [LinkedFile.of(file, staging, target) for part in written for file, target in part.links]
+        if links:
+            folders = [folder for part in written for folder in part.folders_to_remove]
+            self._note = write_note(staging, self._rank, links, folders)
+            self._notes.append(self._note)
+        return written
 
     def _call(self, name: str, function: Callable[[], Content]) -> Content:
         """Calls a function that a part's function has returned. Raises CommitError also if the call takes too long."""
@@ -205,14 +228,14 @@ class PartFiles:
             )
         _make_folders(staging, [self._path(name)])
         hashed: dict[Path, Hashed] = {}
-        source, listing = None, Listing((), ())
+        source, listing, links = None, Listing((), ()), list[tuple[Path, Path]]()
         if _is_bytes(content):
             hashed[folder / file_names.PART_FILE] = _write_bytes(folder / file_names.PART_FILE, memoryview(content))
         elif content is not None:
             path, is_handed_over = (content.path, True) if isinstance(content, HandOver) else (content, False)
             source = Source.of(name, path, is_handed_over)
             source.check(staging, self._trainer.root)
-            listing = _take(source, folder, hashed)
+            listing = _take(source, folder, hashed, links)
         # The part's function may have written more files into the folder. These files belong to the part, too.
         found = list_part(name, folder)
         for made in found.folders:
@@ -221,7 +244,7 @@ class PartFiles:
         paths = {file: file.relative_to(staging).as_posix() for file in found.files}
         files = [WrittenFile(path, "part", hashed[file].size, hashed[file].crc32) for file, path in paths.items()]
         sizes = {path: hashed[file].size for file, path in paths.items() if hashed[file].takes_space}
-        return _Written(name, files, sizes, source, listing.folders)
+        return _Written(name, files, sizes, source, listing.folders, links)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +257,7 @@ class _Written:
         sizes: the sizes of the files that have taken disk space, by path. Links to files of the trainer take none.
         source: the file or folder that the trainer has named; None if it has named none.
         folders: the folders in the source.
+        links: the files of the source that have a second name in the checkpoint, each with that name.
     """
 
     name: str
@@ -241,6 +265,14 @@ class _Written:
     sizes: dict[str, int]
     source: Source | None
     folders: Sequence[Path]
+    links: Sequence[tuple[Path, Path]]
+
+    @property
+    def folders_to_remove(self) -> Sequence[Path]:
+        """The folders that are handed over, each before the folders in it."""
+        if self.source is None or not self.source.is_handed_over:
+            return ()
+        return (self.source.path, *self.folders)
 
 
 def _sizes_elsewhere(source: Path, root: Path) -> dict[str, int]:
@@ -288,22 +320,30 @@ def _write_bytes(path: Path, data: memoryview) -> Hashed:
     return Hashed(plain.nbytes, crc32(plain))
 
 
-def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
-    """Copies or links all files of a source into a folder, and notes their sizes and CRCs."""
+def _take(source: Source, folder: Path, hashed: dict[Path, Hashed], links: list[tuple[Path, Path]]) -> Listing:
+    """Copies or links all files of a source into a folder, and notes their sizes and CRCs, and the links."""
+    can_share_blocks = True
     listing = source.listed()
     for made in listing.folders:
         new_folder(folder / source.place_of(made), exist_ok=True)
 
     def take(target: Path) -> Hashed:
+        nonlocal can_share_blocks
         original = originals[target]
         if not source.is_handed_over:
             return copy_hashed(original, target)
         source.note_taken(original)
-        # Within one file system, a link takes no time. If the file system has no links, the bytes are copied.
+        # Within one file system, no bytes are copied if the file system can share blocks or has links. Shared blocks are
+        # better, because a trainer that opens its file again cannot change the checkpoint.
         is_elsewhere = original.stat().st_dev != folder.stat().st_dev
         if is_elsewhere or would_widen_elsewhere(original, folder, FILE_MODE):
             return copy_hashed(original, target)
+        can_share_blocks = can_share_blocks and share_blocks(original, target)
+        if can_share_blocks:
+            return hash_durably(target)._replace(takes_space=False)
         link_file(original, target)
+        if original.samefile(target):
+            links.append((original, target))
         return _hash_open_to_all(folder, target)._replace(takes_space=target.stat().st_nlink == 1)
 
     originals = {folder / source.place_of(file): file for file in listing.files}

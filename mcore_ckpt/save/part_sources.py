@@ -136,8 +136,11 @@ class Source:
         """Notes the identity of a file before it is taken, so that `remove` leaves a file that has changed since."""
         self._taken[file] = _identity_of(file)
 
-    def remove(self, folders: Iterable[Path]) -> None:
-        """Removes what was taken. Files that have come or changed since then stay, with a warning. Raises nothing."""
+    def remove(self, folders: Iterable[Path]) -> bool:
+        """Removes what was taken, and returns whether all of it is gone. Raises nothing.
+
+        Files that have come or changed since then stay, with a warning.
+        """
         left: list[str] = []
         for file, taken in self._taken.items():
             try:
@@ -157,6 +160,7 @@ class Source:
                 left.append("it has files or folders that are not in the step")
         if left:
             logger.warning("%s was handed over to a checkpoint, but is still there: %s", self.path, left[0])
+        return not left
 
 
 def _real(path: Path) -> Path:

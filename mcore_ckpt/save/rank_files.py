@@ -75,7 +75,7 @@ class RankFiles:
         self._context, self._trainer, self._lock = context, context.trainer, destination.lock
         self._times, self._events = times, events
         self._small = SmallFiles(self._trainer, extra_state, destination.contents)
-        self._parts = PartFiles(self._trainer, context.commits.runner, context.part_sizes)
+        self._parts = PartFiles(self._trainer, context.commits.runner, context.part_sizes, context.part_notes)
         self.common = self._small.common
         self.plan = context.planner.plan(self._trainer, destination.writers_of)
         self._nbytes = sum(plan.nbytes for plan in self.plan.files)

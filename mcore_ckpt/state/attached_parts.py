@@ -16,12 +16,15 @@ from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, Inv
 
 @dataclass(frozen=True)
 class HandOver:
-    """A file or folder that the trainer gives away with a save. No byte is copied if the file system supports links.
+    """A file or folder that the trainer gives away with a save.
 
-    The file or folder is removed when the save has been committed. If the save fails, it stays. Nobody may change it
-    after the call of `save`. Everyone who may read the step may read the files that are given away, even if these files
-    were closed to others before. If a file has a second name elsewhere, it keeps its mode under that name: if the mode
-    in the step must differ, the file's bytes are copied.
+    No byte is copied if the file system can share blocks or supports links.
+
+    The file or folder is removed when the save has been committed; if the process dies just before that, by the next
+    start of a manager. If the save fails, it stays. Nobody may change it after the call of `save`, because until it is
+    removed, a link may make it one file with that of the step. Everyone who may read the step may read the files that
+    are given away, even if these files were closed to others before. If a file has a second name elsewhere, it keeps
+    its mode under that name: if the mode in the step must differ, the file's bytes are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains one.

@@ -26,6 +26,7 @@ from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.foreign_files import link_foreign_files, move_foreign_entries
+from mcore_ckpt.steps.handed_over import remove_notes
 from mcore_ckpt.steps.owner import write_owner
 
 logger = logging.getLogger(__name__)
@@ -263,6 +264,7 @@ def remove_replaced(old: Path, role_dir: Path) -> None:
 def discard(staging: Path) -> None:
     """Removes the files of a failed save. A rank that is still writing fails at its next file."""
     remove_tree(staging)
+    remove_notes(staging)
     remove_if_empty(staging.parent)
 
 

@@ -12,6 +12,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import is_foreign, naming_owner, owner_of
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced, taken_away
+from mcore_ckpt.steps.handed_over import end_links_in, notes_among
 from mcore_ckpt.steps.optimizer_files import remove_dropped
 from mcore_ckpt.steps.work_folders import (
     entries,
@@ -54,7 +55,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
     only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
-    for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
+    noted = [note[0] for entry in listed if (note := file_names.parse_handed_over_note(entry.name)) is not None]
+    for name in {name for name in (*beside_steps, *noted) if file_names.parse_step(name) is not None}:
         _remove_in_if_allowed(root, name, only)
     step_paths = own_steps(root)
     # There may be thousands of steps, and few of them have leftovers. So several threads look at the steps, with as few
@@ -137,6 +139,8 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
             remove_leftover(entry)
             if os.path.lexists(entry) and is_foreign(entry):
                 logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
+    # The notes come last, because a restored checkpoint has links, too.
+    end_links_in(step_path, role, alone)
     if alone:
         remove_if_empty(step_path)
 
@@ -156,6 +160,8 @@ def _may_have_leftovers(step_path: Path, role: str) -> bool:
     names = {entry.name for entry in entries(step_path)}
     works = [work for name in names if (work := file_names.parse_work_dir(name)) is not None]
     if not names or file_names.OWNER_FILE in names or any(work.role == role for work in works):
+        return True
+    if notes_among(names, role):
         return True
     try:
         return role in names and (step_path / role / file_names.OWNER_FILE).exists()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, HandOver, SavedPart
+from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier, HandOver, SavedPart
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import (
     CheckpointError,
@@ -27,6 +28,8 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.io import file_copies, limits
 from mcore_ckpt.save import part_files
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.handed_over import LinkedFile, write_note
 from mcore_ckpt.tools.examine.verify import verify
 from tests.support.small_disks import ext4, frozen
 from tests.support.unsharded_model import Model
@@ -539,3 +542,168 @@ def test_nothing_keeps_what_was_handed_over_alive(manager: CheckpointManager) ->
     handle.wait(LONG_S)
     manager.wait()
     assert alive[0]() is None
+
+
+def given_by(folder: Path) -> Path:
+    given = folder / "buffer"
+    given.write_bytes(b"of step 1" * 10)
+    return given
+
+
+def saved_until_the_commit(root: Path, given: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    """Saves step 1 with a process that is killed before it removes what was handed over."""
+    with closing(manager_of(root, **config)) as manager, monkeypatch.context() as killed:
+        killed.setattr(part_files.PartFiles, "_remove", lambda files: None)
+        killed.setattr(part_files.PartFiles, "_end_links", lambda files: None)
+        manager.attach("part", save=HandOver(given))
+        manager.save(1).wait(LONG_S)
+
+
+def test_a_file_whose_removal_a_crash_has_prevented_cannot_change_the_step(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, nested = tmp_path / "root", folder / "given"
+    nested.mkdir()
+    given = given_by(nested)
+    saved_until_the_commit(root, nested, monkeypatch)
+    stored = part_of(root) / "buffer"
+    if not stored.samefile(given):
+        pytest.skip("the file system shares blocks, so there is no link")
+    with closing(manager_of(root)):
+        assert not nested.exists()
+        nested.mkdir()
+        given.write_bytes(b"of the restarted run")
+        assert verify(root).is_sound
+        assert stored.stat().st_nlink == 1
+        assert not list(root.glob("**/*handed_over*"))
+
+
+def test_a_link_of_another_mount_is_replaced_by_a_copy(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that starts sees the file that was handed over under another path."""
+    root, given = tmp_path / "root", given_by(folder)
+    saved_until_the_commit(root, given, monkeypatch)
+    elsewhere = given.rename(folder / "elsewhere")
+    with closing(manager_of(root)):
+        elsewhere.write_bytes(b"changed")
+        assert verify(root).is_sound
+        assert (part_of(root) / "buffer").read_bytes() == b"of step 1" * 10
+    assert sorted(path.name for path in (root / "global_steps_1").iterdir()) == ["actor"]
+
+
+def test_a_handed_over_file_that_has_changed_before_the_next_start_is_told(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, given = tmp_path / "root", given_by(folder)
+    saved_until_the_commit(root, given, monkeypatch)
+    given.write_bytes(b"changed")
+    with closing(manager_of(root)):
+        assert given.read_bytes() == b"changed"
+    assert f"{given} was handed over to a checkpoint and has been changed since, so " in caplog.text
+    caplog.clear()
+    with closing(manager_of(root)):
+        assert "handed over" not in caplog.text
+
+
+def test_a_new_file_with_the_name_of_one_handed_over_stays(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, given = tmp_path / "root", given_by(folder)
+    saved_until_the_commit(root, given, monkeypatch)
+    given.unlink()
+    given.write_bytes(b"new")
+    with closing(manager_of(root)):
+        assert given.read_bytes() == b"new"
+    assert verify(root).is_sound
+
+
+def test_a_save_that_is_committed_though_it_has_failed_takes_what_was_handed_over(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, publish = given_by(folder), commit.publish
+
+    def hangs(*args: Any) -> None:
+        publish(*args)
+        raise HungDiskError("the disk hangs after the rename")
+
+    monkeypatch.setattr(commit, "publish", hangs)
+    manager.attach("part", save=HandOver(given))
+    with pytest.raises(HungDiskError):
+        manager.save(1).wait(LONG_S)
+    assert not given.exists()
+    assert (part_of(manager.root) / "buffer").stat().st_nlink == 1
+    assert not list(manager.root.glob("**/*handed_over*"))
+
+
+def test_a_failed_save_leaves_no_note(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, noted = given_by(folder), list[Path]()
+
+    def fails(staging: Path, *args: Any) -> None:
+        noted.extend(staging.parent.glob(".actor.handed_over-*"))
+        raise OSError("no rename")
+
+    monkeypatch.setattr(commit, "publish", fails)
+    refused(manager, HandOver(given), "no rename")
+    assert given.exists()
+    assert noted
+    assert not list(manager.root.glob("global_steps_1"))
+
+
+def test_a_note_of_a_save_that_was_killed_before_its_commit_is_removed(tmp_path: Path, folder: Path) -> None:
+    root, given = tmp_path / "root", given_by(folder)
+    role_dir = root / "global_steps_1" / "actor"
+    staging = file_names.staging_dir(role_dir, "0" * 32)
+    staging.mkdir(parents=True)
+    os.link(given, staging / "buffer")
+    write_note(staging, 0, [LinkedFile.of(given, staging, staging / "buffer")], [])
+    with closing(manager_of(root)) as manager:
+        manager.save(2).wait(LONG_S)
+        assert given.exists()
+        assert not list(root.glob("**/*handed_over*"))
+
+
+def test_a_step_that_is_the_folder_of_its_role(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its notes are in the root."""
+    root, given = tmp_path / "root", given_by(folder)
+    with closing(manager_of(root)) as manager, monkeypatch.context() as killed:
+        killed.setattr(part_files.PartFiles, "_remove", lambda files: None)
+        killed.setattr(part_files.PartFiles, "_end_links", lambda files: None)
+        manager.attach("part", save=HandOver(given))
+        manager.save(1, path=root / "global_step_1").wait(LONG_S)
+    with closing(manager_of(root)):
+        assert not given.exists()
+        assert not list(root.glob("**/*handed_over*"))
+
+
+def test_a_crash_after_a_commit_on_the_nodes(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, node = given_by(folder), tmp_path / "node"
+    tier = FastTier(node, replicas=0, durable_every=None)
+    saved_until_the_commit(tmp_path / "root", given, monkeypatch, fast=tier)
+    (stored,) = node.glob("**/parts/part/rank_00000/buffer")
+    assert stored.samefile(given)
+    with closing(manager_of(tmp_path / "root", fast=tier)):
+        assert not given.exists()
+        assert stored.read_bytes() == b"of step 1" * 10
+        assert not list(node.glob("**/*handed_over*"))
+
+
+def test_where_blocks_can_be_shared_there_is_no_link(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disks of the tests cannot share blocks, so this copies them."""
+
+    def copies(writing: int, reading: int) -> bool:
+        return bool(os.write(writing, os.pread(reading, 1 << 20, 0)))
+
+    monkeypatch.setattr(file_copies, "_shares_blocks", copies)
+    linked: list[Path] = []
+    monkeypatch.setattr(part_files, "link_file", lambda source, target: linked.append(source))
+    given = given_by(folder)
+    manager.attach("part", save=HandOver(given))
+    manager.save(1).wait(LONG_S)
+    assert not linked
+    assert not given.exists()
+    assert verify(manager.root).is_sound
