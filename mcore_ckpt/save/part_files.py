@@ -324,6 +324,7 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed], links: list[
     """Copies or links all files of a source into a folder, and notes their sizes and CRCs, and the links."""
     can_share_blocks = True
     listing = source.listed()
+    source.check_files(listing)
     for made in listing.folders:
         new_folder(folder / source.place_of(made), exist_ok=True)
 
@@ -333,8 +334,8 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed], links: list[
         if not source.is_handed_over:
             return copy_hashed(original, target)
         source.note_taken(original)
-        # Within one file system, no bytes are copied if the file system can share blocks or has links. Shared blocks are
-        # better, because a trainer that opens its file again cannot change the checkpoint.
+        # Within one file system, no bytes are copied if the file system can share blocks or has links. Shared blocks
+        # are better, because a trainer that opens its file again cannot change the checkpoint.
         is_elsewhere = original.stat().st_dev != folder.stat().st_dev
         if is_elsewhere or would_widen_elsewhere(original, folder, FILE_MODE):
             return copy_hashed(original, target)

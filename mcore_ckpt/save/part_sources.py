@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CommitError
+from mcore_ckpt.checkpoint.reading import read_manifest_summary
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import names_in
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +107,9 @@ class Source:
                 f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: the files that a "
                 "part's function writes into its folder are saved anyway, so the function should return None"
             )
-        if self.is_handed_over and any(_is_in_checkpoint(real, place) for place in roots):
-            raise CommitError(
-                f"part {self.part!r}: {self.path} belongs to a saved step, and handing it over would remove it from "
-                "that step: name the path without HandOver to copy it"
-            )
-        if self.is_handed_over and real.parent in roots and _is_of_root(real.name):
+        if self.is_handed_over and (_is_in_checkpoint(real) or any(_is_step_of(real, place) for place in roots)):
+            raise self._belongs_to_a_step(self.path)
+        if self.is_handed_over and _is_of_root(real, roots):
             raise CommitError(
                 f"part {self.part!r}: {self.path} is a file of this package, and handing it over would remove it: name "
                 "the path without HandOver to copy it"
@@ -120,6 +119,19 @@ class Source:
                 f"part {self.part!r}: {self.path} is the current folder of this process or contains it, and handing it "
                 "over would remove that folder: name the path without HandOver to copy it"
             )
+
+    def check_files(self, listing: Listing) -> None:
+        """Raises CommitError if checkpoints are in a folder that is handed over. `listing` is what `listed` returns."""
+        if self.is_handed_over:
+            for file in listing.files:
+                if file.name == file_names.MANIFEST_FILE and _is_checkpoint(file.parent):
+                    raise self._belongs_to_a_step(file.parent)
+
+    def _belongs_to_a_step(self, place: Path) -> CommitError:
+        return CommitError(
+            f"part {self.part!r}: {place} belongs to a saved step, and handing it over would remove it from that step: "
+            "name the path without HandOver to copy it"
+        )
 
     def listed(self) -> Listing:
         """Lists the folders and files of the source, as absolute paths. Raises what `list_part` raises."""
@@ -174,10 +186,13 @@ def _has_current_folder(folder: Path) -> bool:
     return False
 
 
-def _is_of_root(name: str) -> bool:
+def _is_of_root(path: Path, roots: Sequence[Path]) -> bool:
     """True for the files that this package makes directly in a root: the tracker, the run's file, trainer locks."""
-    is_lock = file_names.role_of_trainer_file(name) is not None
-    return is_lock or name in (file_names.TRACKER_FILE, file_names.RUN_FILE)
+    is_lock = file_names.role_of_trainer_file(path.name) is not None
+    # Other programs make trackers, too, so in other folders a tracker need not belong to checkpoints of this package.
+    return (
+        is_lock or path.name == file_names.RUN_FILE or (path.name == file_names.TRACKER_FILE and path.parent in roots)
+    )
 
 
 def _identity_of(file: Path) -> _Identity:
@@ -185,10 +200,22 @@ def _identity_of(file: Path) -> _Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _is_in_checkpoint(path: Path, root: Path) -> bool:
-    if not path.is_relative_to(root):
+def _is_step_of(path: Path, root: Path) -> bool:
+    return path.parent == root and file_names.parse_step(path.name) is not None
+
+
+def _is_in_checkpoint(path: Path) -> bool:
+    """True if a path is a checkpoint or is in one, below any root or in a store of files."""
+    return any(_is_checkpoint(place) for place in (path, *path.parents))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """True for a role's folder or an uploaded attempt, also if its manifest is damaged."""
+    if not (folder / file_names.MANIFEST_FILE).exists():  # other programs make files with this name, too
         return False
-    if path.parent == root and file_names.parse_step(path.name) is not None:
-        return True
-    above = [path, *path.parents]
-    return any((place / file_names.MANIFEST_FILE).exists() for place in above[: above.index(root)])
+    try:
+        read_manifest_summary(folder)
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        others = names_in(folder) - {file_names.MANIFEST_FILE}
+        return file_names.parse_step(folder.parent.name) is not None or any(map(file_names.is_own, others))
+    return True

@@ -164,6 +164,28 @@ def test_a_committed_step_cannot_be_handed_over(manager: CheckpointManager) -> N
     assert (part_of(manager.root, 2) / "data").read_bytes() == b"first"
 
 
+def test_steps_of_other_roots_and_stores_cannot_be_handed_over(manager: CheckpointManager, tmp_path: Path) -> None:
+    """Such as the folder that `load` has got of a step of another run."""
+    other, store = tmp_path / "other", tmp_path / "store"
+    with closing(manager_of(other, remote=store.as_uri())) as saving:
+        saving.attach("part", save=b"precious")
+        saving.save(1).wait(LONG_S)
+        saving.wait()
+    (uploaded,) = store.glob("**/parts/part/rank_00000")
+    for place in (part_of(other), part_of(other) / "data", other / "global_steps_1", other, uploaded, store):
+        refused(manager, HandOver(place), f"'part': {place}.* belongs to a saved step")
+    refused(manager, HandOver(other / ".run.json"), ".run.json is a file of this package")
+    assert verify(other).is_sound
+    (other / "global_steps_1" / "actor" / "manifest.json").write_bytes(b"{")
+    refused(manager, HandOver(part_of(other)), "belongs to a saved step")
+    foreign = tmp_path / "data"
+    (foreign / "rows").mkdir(parents=True)
+    (foreign / "manifest.json").write_text("{}")  # of a data set
+    manager.attach("part", save=HandOver(foreign))
+    manager.save(1).wait(LONG_S)
+    assert not foreign.exists()
+
+
 def test_only_what_is_in_the_step_is_removed(
     manager: CheckpointManager, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
