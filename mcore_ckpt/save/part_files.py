@@ -102,8 +102,8 @@ class PartFiles:
     def _patience_s(self) -> float:
         return deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf
 
-    def capture(self, attempt: Attempt) -> None:
-        """Calls the function of each part, on the thread of the trainer.
+    def capture(self, attempt: Attempt) -> bool:
+        """Calls the function of each part, on the thread of the trainer. Returns whether there was a function to call.
 
         Raises:
             HungDiskError: the disk hangs, so that the staging folder, into which the functions write, is not there yet.
@@ -113,7 +113,7 @@ class PartFiles:
         functions = {name: save for name, save in self._contents.items() if callable(save)}
         self._having_folder = frozenset(functions)
         if not functions:
-            return
+            return False
         hangs = HungDiskError(f"{attempt.staging}: the disk hangs, so that part {min(functions)!r} cannot be written")
         if attempt.is_late:
             raise hangs
@@ -127,6 +127,7 @@ class PartFiles:
             with self._trainer.parts.calling(name):
                 content = _content_of(name, lambda save=save, folder=folder: save(folder))  # type: ignore[misc]
             self._contents[name] = content
+        return True
 
     def start(self, staging: Path) -> None:
         """Starts to write the files. `finish` and `stop` wait for the end. Raises HungDiskError."""

@@ -127,7 +127,9 @@ class RankFiles:
             # before all work that can fail on one rank alone.
             weights = self._complete_weights()
             place.prepare()
-            self._parts.capture(place.attempt)
+            if self._parts.capture(place.attempt):
+                # The functions may have drawn random numbers, and the training goes on from there.
+                self._small.read_rng_again()
             self._copy_state(place, weights)
             if self._has_images:
                 # The trainer may offload its tensors now.

@@ -40,6 +40,10 @@ class SmallFiles:
         shares = "optimizer" in trainer.config.save_contents and trainer.agreement.is_coordinator
         self.common: dict[str, Any] = read_common(trainer) if shares else {}
 
+    def read_rng_again(self) -> None:
+        """Takes the random states as they are now."""
+        self._files |= dict(_pickled_rng(self._trainer))
+
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the small files by path. The numbers of steps, which are not in `common`, add little."""
         sizes = {path: len(data) for path, (_, data) in self._files.items()}
@@ -55,11 +59,15 @@ class SmallFiles:
 
 def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterator[tuple[str, tuple[str, bytes]]]:
     """Yields each small file of this rank: its path, its kind and its bytes, which are not checked yet."""
-    place = trainer.coordinates.place
-    if "extra" in trainer.config.save_contents:
-        yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
+    yield from _pickled_rng(trainer)
     if extra_state is not None:
-        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_stored(extra_state, "extra_state")))
+        path = file_names.extra_file(*trainer.coordinates.place)
+        yield path, ("extra", pickle_unchecked(to_stored(extra_state, "extra_state")))
+
+
+def _pickled_rng(trainer: Trainer) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    if "extra" in trainer.config.save_contents:
+        yield file_names.rng_file(*trainer.coordinates.place), ("rng", pickle_unchecked(read_rng()))
 
 
 def read_common(trainer: Trainer) -> dict[str, Any]:
