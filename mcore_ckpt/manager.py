@@ -271,7 +271,9 @@ class CheckpointManager:
             load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
                 been loaded. The function gets the saved part (`state.SavedPart`), which has what each rank has saved.
                 None: this rank loads nothing.
-            optional: whether a step without the part may be loaded. For such a step, the function `load` is not called.
+            optional: whether a step without the part may be loaded, or any step without the word 'extra' in
+                `load_contents`. The function `load` is then not called. A checkpoint of another program, which has no
+                parts, is loaded in any case, with a warning that names the parts that are not optional.
 
         Raises:
             InvalidArgumentError: the name cannot be used or is used already, or neither `save` nor `load` is given.
@@ -311,6 +313,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
+            InvalidArgumentError: an argument has a value that is not allowed, or a part is attached that is not
+                optional, and `load_contents` has no 'extra'.
             CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
             CheckpointCorruptError: the checkpoint is damaged, and there is no other checkpoint to load. The message
                 says whether model and optimizer have changed.

@@ -20,6 +20,7 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    InvalidArgumentError,
     UnsupportedError,
     reworded,
 )
@@ -40,6 +41,7 @@ from mcore_ckpt.load.stored_parts import load_parts_together
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.attached_parts import listed
 from mcore_ckpt.state.common_state import write_common
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.model import forget_caches, gather_parameters
@@ -118,7 +120,9 @@ def load_state(
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
                     nbytes += _load_hf_model(trainer, plan)
-                    load_parts_together(trainer.agreement, topic, plan.step_parts)
+                    # The random states come last, because the functions of parts may draw random numbers.
+                    apply_rng = partial(_apply_rng, trainer, plan)
+                    load_parts_together(trainer.agreement, topic, plan.step_parts, apply_rng)
             except CheckpointError as error:
                 is_damaged, is_first = isinstance(error, CheckpointCorruptError), number == 0
                 if not is_damaged and is_first and not changed:
@@ -154,7 +158,7 @@ def _find_together(
         # Planning reads values from the GPU, and torch would wait for these values without a deadline.
         wait_for_gpu(trainer.agreement.timeout_s)
         held.extend(own_held(tier))
-        loaded = [part.name for part in trainer.parts if part.load is not None]
+        loaded = {part.name: part.is_optional for part in trainer.parts if part.load is not None}
         held_here = [each.to_record() for each in held]
         return {"request": request, "failure": failure, "held": held_here, "loaded_parts": loaded}
 
@@ -166,6 +170,8 @@ def _find_together(
         fast = [] if _takes_hf_weights(trainer) else found_on_nodes(tier, records)
         found = find_candidates(trainer, remote, step, path, tier, fast)
         loaded = sorted({name for record in records for name in record["loaded_parts"]})
+        needed = {name for record in records for name, optional in record["loaded_parts"].items() if not optional}
+        _check_parts(trainer, path if found["foreign"] else None, sorted(needed))
         return {**found, "adopt": to_adopt(fast, records), "loaded_parts": loaded}
 
     found = decide(trainer.agreement, "finding a checkpoint", work, combine)
@@ -173,6 +179,31 @@ def _find_together(
     if tier is not None and found["adopt"]:
         _adopt_together(trainer, tier, held, found["adopt"])
     return found
+
+
+def _check_parts(trainer: Trainer, foreign: Path | None, needed: Sequence[str]) -> None:
+    """Refuses a load that would leave out parts, on rank 0.
+
+    Args:
+        trainer: this rank's trainer.
+        foreign: the folder of a checkpoint of another program; None for a checkpoint of this package. A checkpoint of
+            another program has no parts. There is only a warning, because a training that moves over from that program
+            has attached its parts already.
+        needed: the names of the parts that some rank loads and that are not optional.
+
+    Raises InvalidArgumentError.
+    """
+    if needed and foreign is not None:
+        logger.warning(
+            "%s: is a checkpoint of another program and has no parts, so these parts stay as they are: %s",
+            foreign,
+            listed(needed),
+        )
+    elif needed and "extra" not in trainer.config.load_contents:
+        raise InvalidArgumentError(
+            f"part {needed[0]!r} is attached, but it would not be loaded, because load_contents has no 'extra': add "
+            "the word, detach the part, or attach it with optional=True"
+        )
 
 
 def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
@@ -327,14 +358,13 @@ def _naming(folder: Folder) -> Iterator[None]:
 
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
-    """Restores the state that is not stored as tensors: steps, param groups, scheduler, random number generators."""
+    """Restores steps, param groups and scheduler, which are not stored as tensors."""
     for part, state, keep_main in plan.newly_started:
         part.forget_state_of(state.key, keep_main)
     if plan.common is not None:
         common, groups = plan.common, len(plan.common.groups.saved.groups)
         write_common(trainer.optimizer, trainer.lr_scheduler, common.optimizers, common.lr_scheduler, groups)
         optimizer_state.refresh(trainer.optimizer)
-    _apply_rng(trainer, plan)
 
 
 def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:

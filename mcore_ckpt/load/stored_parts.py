@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,9 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders
 from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.io.threads import for_each
-from mcore_ckpt.ranks.rounds import Agreement, Runner, decide, done_here
-from mcore_ckpt.state.attached_parts import AttachedParts, Part, SavedPart, listed
+from mcore_ckpt.ranks.rounds import Agreement, Record, Runner, decide, done_here
+from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.state.attached_parts import AttachedParts, Part, SavedPart, listed, listed_ranks
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_functions import call_of_trainer
 
@@ -116,11 +117,37 @@ class PartLoads:
         parts: pairs of an attached part that this rank loads, and the saved part of the same name.
         files: the folders of the step's parts.
         attached: all parts that this rank has attached.
+        saved: the ranks that have saved each part of the step, as in the manifest.
     """
 
     parts: tuple[tuple[Part, SavedPart], ...] = ()
     files: PartsFolder | None = None
     attached: AttachedParts = field(default_factory=AttachedParts)
+    saved: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> dict[str, list[tuple[int, int]]]:
+        """For each part, the ranks whose files this rank's function has asked for, as inclusive runs."""
+        return {part.name: runs(stored.asked) for part, stored in self.parts}
+
+    def warn_of_left(self, asked: Iterable[Mapping[str, Iterable[tuple[int, int]]]]) -> None:
+        """Warns of files of ranks that no function has asked for. `asked` has the property `asked` of each rank.
+
+        If no function has asked for any files of a part, there is no warning, because that must be meant.
+        """
+        taken: dict[str, set[int]] = {}
+        for of_rank in asked:
+            for name, ranks in of_rank.items():
+                taken.setdefault(name, set()).update(_ranks_in(ranks))
+        for name, ranks in sorted(taken.items()):
+            left = set(_ranks_in(self.saved.get(name, ()))) - ranks
+            if ranks and left:
+                logger.warning(
+                    "part %r: no load function has asked for what these ranks have saved: %s. SavedPart.ranks names "
+                    "all ranks that have saved something: deal it out",
+                    name,
+                    listed_ranks(left),
+                )
 
     def load(self) -> None:
         """Calls the function of each part, on the thread of the trainer.
@@ -174,20 +201,20 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
     rank = trainer.agreement.rank
     found: list[tuple[Part, SavedPart]] = []
     for part in trainer.parts:
-        runs = manifest.parts.get(part.name)
-        if part.load is None or (runs is None and part.is_optional):
+        saved_by = manifest.parts.get(part.name)
+        if part.load is None or (saved_by is None and part.is_optional):
             continue
-        if runs is None:
+        if saved_by is None:
             raise CheckpointMismatchError(
                 f"the step has no part {part.name!r}, but it has {listed(manifest.parts)}: attach the part with "
                 "optional=True to load steps that were saved without it, or load another step"
             )
-        ranks = _ranks_in(runs)
+        ranks = _ranks_in(saved_by)
         # A step that was resharded has the parts of all ranks that saved it. These may be more ranks than its new
         # layout has.
         world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
-        own_files = partial(files.folder, part.name)
-        found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files)))
+        own_files, loading = partial(files.folder, part.name), trainer.topology.world_size
+        found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files, loading)))
     _warn_of_others(trainer, folder, manifest, loaded)
     own = {part.name for part, _ in found}
     try:
@@ -199,13 +226,29 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
     except BaseException:
         files.close()
         raise
-    return PartLoads(tuple(found), files, trainer.parts)
+    return PartLoads(tuple(found), files, trainer.parts, manifest.parts)
 
 
-def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> None:
-    """Lets each rank load its parts. All ranks call it, and raise the same type of error if one rank fails."""
+def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads, last: Callable[[], None]) -> None:
+    """Lets each rank load its parts, and then call `last`. All ranks call it.
+
+    If one rank fails, all ranks raise the same type of error.
+    """
+
+    def work() -> None:
+        loads.load()
+        last()
+
+    def record() -> Record:
+        return {**loaded.record(), "asked": loads.asked}
+
+    def combine(records: Sequence[Record]) -> Record:
+        loads.warn_of_left([record["asked"] for record in records])
+        return {}
+
     # The functions are the trainer's, so they run on this thread.
-    decide(agreement, topic, done_here(loads.load).record, lambda _: {})
+    loaded = done_here(work)
+    decide(agreement, topic, record, combine)
 
 
 def _ranks_in(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

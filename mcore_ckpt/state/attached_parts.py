@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, InvalidStateError, InvalidTypeError
+from mcore_ckpt.sharding.plan import runs
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class SavedPart:
         rank: this rank.
         world_size: the number of ranks that saved the step.
         ranks: the ranks that saved something for this part, ascending. The training may have more or fewer ranks now.
+        loading: the number of ranks that load the step; None: as many as saved it.
+        asked: the ranks whose files `folder` and `read` have been asked for.
     """
 
     name: str
@@ -51,6 +54,8 @@ class SavedPart:
     world_size: int
     ranks: tuple[int, ...]
     _folder_of: Callable[[int], Path]
+    loading: int | None = None
+    asked: set[int] = field(default_factory=set)
 
     def folder(self, rank: int | None = None) -> Path:
         """Returns the folder with the files that a rank has saved.
@@ -58,19 +63,32 @@ class SavedPart:
         Do not change these files, and do not use them after the load.
 
         Args:
-            rank: one of `ranks`. None: the only rank in `ranks`, or else this rank.
+            rank: one of `ranks`. None: the only rank in `ranks`, or else this rank. If several ranks have saved
+                something, and the training has more or fewer ranks now, the rank must be given.
 
         Raises:
-            CheckpointMismatchError: that rank has saved nothing for this part.
+            CheckpointMismatchError: that rank has saved nothing for this part, or the rank must be given.
             CheckpointCorruptError: a file is missing or damaged.
         """
-        chosen = self.ranks[0] if rank is None and len(self.ranks) == 1 else self.rank if rank is None else rank
+        chosen = self._own() if rank is None else rank
         if chosen not in self.ranks:
             raise CheckpointMismatchError(
                 f"part {self.name!r} of step {self.step}: rank {chosen} has saved nothing for it, but these "
-                f"ranks have: {', '.join(map(str, self.ranks))}. Pass one of them"
+                f"ranks have: {listed_ranks(self.ranks)}. Pass one of them"
             )
+        self.asked.add(chosen)
         return self._folder_of(chosen)
+
+    def _own(self) -> int:
+        if len(self.ranks) == 1:
+            return self.ranks[0]
+        if self.loading not in (None, self.world_size):
+            raise CheckpointMismatchError(
+                f"part {self.name!r} of step {self.step}: was saved by {self.world_size} ranks, and {self.loading} "
+                f"ranks load it, so what belongs to which rank is not known. These ranks have saved something: "
+                f"{listed_ranks(self.ranks)}. Pass one of them to folder() or read(), and deal out all of them"
+            )
+        return self.rank
 
     def read(self, rank: int | None = None) -> bytes:
         """Returns the bytes that a rank has saved as bytes or as one file.
@@ -198,3 +216,8 @@ def check_content(name: str, content: Content) -> None:
 def listed(names: Iterable[str]) -> str:
     """Returns the names of parts for a message."""
     return ", ".join(map(repr, names)) or "none"
+
+
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks for a message."""
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs(ranks))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -79,12 +80,24 @@ def write(form: str, training: Training, folder: Path) -> None:
         save_torch_dist(training, folder, form)
 
 
-def load(training: Training, folder: Path, **config: Any) -> Any:
+def load(
+    training: Training,
+    folder: Path,
+    prepare: Callable[[CheckpointManager], None] = lambda manager: None,
+    **config: Any,
+) -> Any:
     manager = manager_of(training, folder.parent / "unused", **config)
     try:
+        prepare(manager)
         return manager.load(path=folder)
     finally:
         manager.close()
+
+
+def _attach_parts(manager: CheckpointManager) -> None:
+    manager.attach("optional", load=lambda part: None, optional=True)
+    if dist.get_rank() == 1:
+        manager.attach("needed", load=lambda part: None)
 
 
 def without(entries: Snapshot, *words: str) -> Snapshot:
@@ -213,8 +226,8 @@ def poison_what_the_format_holds(training: Training, form: str) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("form", FORMATS)
-def test_model_alone(form: str, shared_path: Path) -> None:
-    """No step count is asked for, and main parameters follow."""
+def test_model_alone(form: str, shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No step count is asked for, and main parameters follow. What a training has attached stays as it is."""
     layout = LAYOUTS["dp2-bf16"]
     with parallel(layout):
         first = build(layout, seed=1)
@@ -224,10 +237,12 @@ def test_model_alone(form: str, shared_path: Path) -> None:
 
         second = build(layout, seed=2)
         train(second, 0, 1)
-        load(second, shared_path / "saved", load_contents=("model",))
+        load(second, shared_path / "saved", _attach_parts, load_contents=("model",))
         loaded = weights(second)
         with everywhere():
             assert_same(loaded, saved)
+            told = "is a checkpoint of another program and has no parts, so these parts stay as they are: 'needed'"
+            assert [text.endswith(told) for text in caplog.messages].count(True) == (dist.get_rank() == 0)
         # A step of rate zero changes nothing but what main parameters write to the model.
         for group in second.optimizer.param_groups:
             group["max_lr"] = group["min_lr"] = group["lr"] = 0.0

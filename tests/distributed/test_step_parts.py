@@ -3,14 +3,25 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import FastTier, HandOver, SavedPart
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError, InvalidArgumentError
+from mcore_ckpt.checkpoint.file_names import parse_part, part_dir
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CommitError,
+    InvalidArgumentError,
+)
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
@@ -232,7 +243,7 @@ def _write(root: Path, data: bytes) -> None:
 
 
 @pytest.mark.world(2)
-def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path) -> None:
+def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Saved by two ranks, resharded to one, and loaded by two."""
     first, other = shared_path / "first", shared_path / "other"
     with parallel(LAYOUT):
@@ -251,7 +262,58 @@ def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path) -> None:
         manager.load()
         with everywhere():
             assert found == [(2, [b"of rank 0", b"of rank 1"])]
+            assert "prompts" not in caplog.text
         manager.close()
+
+
+@pytest.mark.world(2)
+def test_ranks_that_are_more_or_fewer_must_say_whose_part_they_want(
+    shared_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saved by four ranks, of which two are simulated, and by one rank alone; loaded by two."""
+    root, rank = shared_path / "steps", dist.get_rank()
+    with parallel(LAYOUT):
+        training = build(LAYOUT, seed=1)
+        manager = manager_of(training, root)
+        manager.attach("prompts", save=b"of rank %d" % rank)
+        if rank == 1:
+            manager.attach("alone", save=b"of one rank")
+        manager.save(1).wait()
+        manager.detach("prompts")
+        dist.barrier()
+        if rank == 0:
+            _pretend_more_ranks_have_saved(root / "global_steps_1" / "actor")
+        dist.barrier()
+        manager.close()
+        manager = manager_of(training, root)
+        alone: list[bytes] = []
+        manager.attach("alone", load=lambda part: alone.append(part.read()))
+        manager.attach("prompts", load=SavedPart.read)
+        refusal = "was saved by 4 ranks, and 2 ranks load it.*have saved something: 0 to 3. Pass one of them"
+        with everywhere(), pytest.raises(CheckpointError, match=refusal):
+            manager.load()
+        manager.detach("prompts")
+        manager.attach("prompts", load=lambda part: part.read(part.rank))
+        manager.load()
+        told = "part 'prompts': no load function has asked for what these ranks have saved: 2 to 3."
+        with everywhere():
+            assert alone[-1] == b"of one rank"
+            assert (told in caplog.text) == (rank == 0)
+        manager.close()
+
+
+def _pretend_more_ranks_have_saved(role_dir: Path) -> None:
+    """Gives ranks 2 and 3 the files of ranks 0 and 1, as in a step of four ranks that was resharded."""
+    manifest = read_manifest(role_dir)
+    files = list(manifest.files)
+    for record in manifest.files_of("part"):
+        if (place := parse_part(record.path)) is not None and place[0] == "prompts":
+            path = f"{part_dir('prompts', place[1] + 2)}/{place[2]}"
+            (role_dir / path).parent.mkdir()
+            (role_dir / path).write_bytes((role_dir / record.path).read_bytes())
+            files.append(msgspec.structs.replace(record, path=path))
+    parts = {**manifest.parts, "prompts": [(0, 3)]}
+    (role_dir / "manifest.json").write_bytes(encode_manifest(replace(manifest, files=tuple(files), parts=parts)))
 
 
 @pytest.mark.world(2)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import shutil
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier, HandOver, SavedPart
 from mcore_ckpt.checkpoint import file_names
@@ -404,6 +406,37 @@ def test_parts_without_their_words_are_refused(tmp_path: Path) -> None:
         for name in ("..", "a/b", "", "x" * 129, "\udcff"):
             with pytest.raises(InvalidArgumentError, match="is not a folder name"):
                 manager.attach(name, save=b"1")
+
+
+def test_a_load_that_would_leave_out_a_part_is_refused(tmp_path: Path) -> None:
+    root, loaded = tmp_path / "root", list[SavedPart]()
+    with closing(manager_of(root)) as manager:
+        manager.attach("part", save=b"1")
+        manager.save(1).wait(LONG_S)
+    with closing(manager_of(root, load_contents=("model",))) as manager:
+        manager.attach("part", load=loaded.append)
+        refusal = "part 'part' is attached, but it would not be loaded, because load_contents has no 'extra'"
+        with pytest.raises(InvalidArgumentError, match=refusal):
+            manager.load()
+        manager.detach("part")
+        manager.attach("part", load=loaded.append, optional=True)
+        assert manager.load().step == 1
+        assert not loaded
+
+
+def test_functions_of_parts_may_draw_random_numbers(manager: CheckpointManager) -> None:
+    """The run that loads goes on with the numbers of the run that saved and went on."""
+
+    def draw(_: object) -> bytes:
+        return b"%d %d" % (random.getrandbits(8), torch.randint(256, ()).item())
+
+    random.seed(1)
+    torch.manual_seed(1)
+    manager.attach("part", save=draw, load=lambda part: [draw(part), draw(part)])
+    manager.save(1).wait(LONG_S)
+    wanted = draw(None)
+    manager.load()
+    assert draw(None) == wanted
 
 
 def test_an_interrupt_in_a_function_is_raised_as_it_is(manager: CheckpointManager) -> None:
