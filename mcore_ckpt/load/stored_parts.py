@@ -139,9 +139,9 @@ class PartLoads:
         for of_rank in asked:
             for name, ranks in of_rank.items():
                 taken.setdefault(name, set()).update(_ranks_in(ranks))
-        for name, ranks in sorted(taken.items()):
-            left = set(_ranks_in(self.saved.get(name, ()))) - ranks
-            if ranks and left:
+        for name, wanted in sorted(taken.items()):
+            left = set(_ranks_in(self.saved.get(name, ()))) - wanted
+            if wanted and left:
                 logger.warning(
                     "part %r: no load function has asked for what these ranks have saved: %s. SavedPart.ranks names "
                     "all ranks that have saved something: deal it out",
