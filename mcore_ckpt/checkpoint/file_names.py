@@ -253,9 +253,13 @@ def is_dropped_dir(name: str) -> bool:
     return _DROPPED_DIR.fullmatch(name) is not None
 
 
-def partial_file(path: Path) -> Path:
-    """Returns the hidden file into which a copy of another node's file is written until the copy is complete."""
-    return path.with_name(f".{path.name}.partial")
+def partial_file(role_dir: Path, path: str, position: int) -> Path:
+    """Returns the hidden file into which a copy of another node's file is written until the copy is complete.
+
+    No file of a checkpoint has this name, and a file of a part can have any name in the folder of its part. `path` is
+    the file's path in the role's folder, `position` its position in the manifest's list of files.
+    """
+    return role_dir / Path(path).parts[0] / f".copy-{position}.partial"
 
 
 def deleted_dir(step_path: Path, attempt: str) -> Path:

@@ -233,7 +233,7 @@ class Copies:
             if node == self._tier.number:
                 continue
             try:
-                self._fetch_from(node, role_dir, file, deadline)
+                self._fetch_from(node, role_dir, file, position, deadline)
             except FileNotFoundError as error:
                 problem = f"{file.path}: is missing: {error}"
             except (PeerError, CheckpointCorruptError, TimeoutError) as error:
@@ -244,12 +244,12 @@ class Copies:
                 return None
         return problem
 
-    def _fetch_from(self, node: int, role_dir: Path, file: FileRecord, deadline: float) -> None:
+    def _fetch_from(self, node: int, role_dir: Path, file: FileRecord, position: int, deadline: float) -> None:
         store = self._tier.peer(node)
         key = str((role_dir / file.path).relative_to(self._tier.folder))
         make_folders(role_dir, file.path)
         path = role_dir / file.path
-        partial_path = file_names.partial_file(path)
+        partial_path = file_names.partial_file(role_dir, file.path, position)
         descriptor = open_new(partial_path, os.O_TRUNC)
         try:
             crc, piece = 0, bytearray(min(tuning.PEER_BYTES, file.size))

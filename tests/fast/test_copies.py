@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
@@ -26,6 +26,7 @@ from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.fast.tcp_transport import TcpTransport
 from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.io import files, tuning
+from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps.node_steps import files_here
@@ -134,6 +135,29 @@ def make(tmp_path: Path, whole: Path) -> Iterator[Make]:
 @pytest.fixture
 def job(make: Make) -> Job:
     return make()
+
+
+def test_files_of_parts_may_have_any_names(tmp_path: Path, whole: Path) -> None:
+    """The longest name there is, and names that look as if they were of copies that are under way."""
+    place = shutil.copytree(whole, tmp_path / "whole" / whole.name)
+    manifest = read_manifest(place)
+    paths = [f"{file_names.part_dir('p', 0)}/{name}" for name in ("x", ".x.partial", "y" * 255, ".copy-0.partial")]
+    records = []
+    for path in paths:
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_bytes(path.encode())
+        records.append(FileRecord(path, "part", 0, len(path), crc32(path.encode())))
+    parts = replace(manifest, files=(*manifest.files, *records), parts={"p": [(0, 0)]})
+    (place / file_names.MANIFEST_FILE).write_bytes(encode_manifest(parts))
+    with ExitStack() as stack:
+        job = Job(tmp_path / "nodes", place, stack)
+        assert job.copy(job.commit()) == [None] * NODES
+        for node in range(NODES):
+            there = job.place(node)
+            assert files_here(there, job.manifest) == job.wanted(node)
+            assert all((there / path).read_bytes() == path.encode() for path in paths if (there / path).exists())
+            assert {path.name for path in there.rglob("*.partial")} <= {".x.partial", ".copy-0.partial"}
+            assert not list(there.glob("*/.copy-*"))
 
 
 def test_each_node_gets_what_it_should_have(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_only_whole_files_count(tmp_path: Path) -> None:
     """Not partial ones, nor those of another size, nor folders of that name."""
     place = put(tmp_path, manifest())
     files = [place / file.path for file in manifest().files]
-    os.rename(files[0], file_names.partial_file(files[0]))
+    os.rename(files[0], file_names.partial_file(place, manifest().files[0].path, 0))
     os.truncate(files[1], 10)
     os.truncate(files[2], 13)
     files[3].unlink()
