@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 # The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
+# The signals by which a parent or a terminal ends a forked child. Another signal of the guard is for the training, and
+# reaches a child only because the scheduler signals all processes: Slurm does so with the processes of a step.
+_ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,12 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
+        if not self._home.is_here and number not in _ENDS_CHILDREN and not callable(before):
+            # This is a forked child, such as a data loader's worker. If the signal ended it, the training would fail in
+            # the next batch, before it can save.
+            return
         if not self._is_active or not self._home.is_here:
-            # This is a forked child, such as a data loader's worker, or a later handler calls this one after `remove`.
+            # This is a forked child, or a later handler calls this one after `remove`.
             _as_before(number, before, frame)
             return
         if self.first is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
@@ -69,19 +70,59 @@ def test_a_handler_that_came_later_stays_and_reaches_the_earlier_one_through_our
     assert signals.first is None
 
 
-def test_a_forked_child_does_with_a_signal_what_it_did_before() -> None:
-    """A data loader's worker must end when its parent ends it."""
-    signal.signal(NUMBER, signal.SIG_DFL)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 3)])
+def test_only_signals_that_end_children_end_a_forked_child(number: int, status: int) -> None:
+    """A data loader's worker must end when its parent ends it, and only then: Slurm signals all processes of a step."""
+    before = signal.signal(number, signal.SIG_DFL)
+    signals = Signals([number])
+    signals.install(can_do_without=False)
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(number)
+        os._exit(3)
+    _, found = os.waitpid(pid, 0)
+    signals.remove()
+    signal.signal(number, before)
+    assert os.waitstatus_to_exitcode(found) == status
+    assert signals.first is None
+
+
+def test_a_handler_from_before_hears_the_signal_in_a_forked_child_too() -> None:
+    signal.signal(NUMBER, lambda number, frame: os._exit(4))
     signals = Signals([NUMBER])
     signals.install(can_do_without=False)
     pid = os.fork()
     if pid == 0:
         signal.raise_signal(NUMBER)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
+        os._exit(3)
+    _, found = os.waitpid(pid, 0)
     signals.remove()
-    assert os.waitstatus_to_exitcode(status) == -NUMBER
-    assert signals.first is None
+    assert os.waitstatus_to_exitcode(found) == 4
+
+
+def ignore_signals(worker: int) -> None:
+    signal.signal(NUMBER, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("context", "init"), [("fork", None), pytest.param("spawn", ignore_signals, marks=pytest.mark.full)]
+)
+def test_a_signal_to_all_processes_ends_no_worker_of_a_data_loader(context: str, init: Any) -> None:
+    """The recipes of docs/how_to/preemption.md. A worker that ends makes the next batch raise a RuntimeError."""
+    signal.signal(NUMBER, signal.SIG_DFL)
+    signals = Signals([NUMBER])
+    signals.install(can_do_without=False)
+    loader = torch.utils.data.DataLoader(
+        torch.arange(1000), num_workers=1, multiprocessing_context=context, worker_init_fn=init
+    )
+    batches: Any = iter(loader)
+    seen = [int(next(batches))]
+    for pid in (os.getpid(), batches._workers[0].pid):
+        os.kill(pid, NUMBER)
+    seen += [int(batch) for batch in batches]
+    signals.remove()
+    assert seen == list(range(1000))
+    assert signals.first is not None
 
 
 def test_an_ignored_signal_is_ignored_in_a_child() -> None:
