@@ -42,19 +42,21 @@ class EndTime:
 def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime | None:
     """Returns when the machine goes; None if that is not known.
 
+    An end that has passed does not count. It belongs to another job, whose environment this process has inherited, or
+    the scheduler lets the job go on. With such an end, each start of the training would stop without a save.
+
     Args:
         given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment, or
-            from `scontrol` in a Slurm job without SLURM_JOB_END_TIME.
+            from `scontrol` in a Slurm job without a SLURM_JOB_END_TIME that is still to come.
         environment: the variables of the environment.
     """
     if given_s is not None:
         return None if given_s == math.inf else EndTime(time.monotonic() + given_s, "training_ends_in_s")
     for name in _VARIABLES:
-        if name in environment:
-            return _end_at(environment[name], name)
-    if "SLURM_JOB_ID" in environment:
-        return _of_scontrol(environment["SLURM_JOB_ID"])
-    return None
+        end = _end_at(environment[name], name) if name in environment else None
+        if end is not None:
+            return end
+    return _of_scontrol(environment["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in environment else None
 
 
 def is_named(environment: Mapping[str, str]) -> bool:
@@ -68,6 +70,12 @@ def _end_at(text: str, source: str) -> EndTime | None:
     except ValueError:
         logger.warning(
             "%s is %r, which is not a time, so it is ignored: set it to seconds since the epoch", source, text
+        )
+        return None
+    if left_s <= 0:
+        logger.warning(
+            "%s says that the time of this training has ended %.0f s ago, so it is ignored: give training_ends_in_s",
+            *(source, -left_s),
         )
         return None
     return EndTime(time.monotonic() + left_s, source) if math.isfinite(left_s) else None
