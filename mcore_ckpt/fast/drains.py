@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -106,7 +107,7 @@ class Drains:
     def start(self, drain: Draining) -> DrainHandle:
         """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls it."""
         # Rank 0 begins no drain while another one is under way, but the earlier drain may not have ended on all ranks.
-        self.wait()
+        self.wait_for_copy()
         handle = self._handle = DrainHandle(drain.saving.step, drain.saving.role_dir)
         self._agreement = drain.agreement
         try:
@@ -118,13 +119,27 @@ class Drains:
             raise
         return handle
 
-    def wait(self, step: int | None = None) -> None:
-        """Waits until no step is being copied to the root. If `step` is given, waits only for the copy of that step.
+    def wait(self) -> None:
+        """Waits until no step is being copied to the root, and no old step is being deleted there.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """
-        if step is None or (self._handle is not None and self._handle.step == step):
-            self._worker.wait(math.inf)
+        self._worker.wait(math.inf)
+
+    def wait_for_copy(self, step: int | None = None, timeout: float | None = None) -> bool:
+        """Waits until no step, or not `step` if given, is being copied to the root. Old steps may still be deleted.
+
+        The deadlines of the ranks and of calls to the file system limit this wait. Returns False if the copy is still
+        under way after `timeout` seconds.
+        """
+        handle = self._handle
+        if handle is not None and step in (None, handle.step):
+            with suppress(CheckpointError):  # the failure is logged already
+                try:
+                    handle.wait(timeout)
+                except TimeoutError:
+                    return False
+        return True
 
     def shorten(self) -> None:
         """Shortens the waits for other ranks, which may be dead when this interpreter exits."""

@@ -61,7 +61,7 @@ class FastSaves:
         if self.must_wait_for_root():
             if self.tier.rank == 0:
                 logger.warning("the training waits until an earlier step is in the root: use a larger durable_every")
-            self.drains.wait()
+            self.drains.wait_for_copy()
 
     def must_wait_for_root(self) -> bool:
         """Returns True if the next step also goes to the root, and an earlier step is still being copied there."""
@@ -74,7 +74,7 @@ class FastSaves:
         Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
         file of the new save.
         """
-        self.drains.wait(step=step)
+        self.drains.wait_for_copy(step)
         self.copies.wait(step=step)
 
     def plan_durable(self) -> tuple[bool, int]:

@@ -24,6 +24,7 @@ from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.checkpoints import manifest_of
 from tests.support.few_threads import limit_threads
+from tests.support.waiting import LONG_S
 
 
 class StubTier:
@@ -265,7 +266,7 @@ def test_a_durable_step_waits_for_an_earlier_one_that_is_copied_to_the_root(
     saves.drains._attempt = attempt_of(0)
     assert saves.drains.needed() == {attempt_of(0)}
     waited: list[int] = []
-    monkeypatch.setattr(saves.drains, "wait", lambda: waited.append(saves.save_count))
+    monkeypatch.setattr(saves.drains, "wait_for_copy", lambda: waited.append(saves.save_count))
     for step in range(1, 5):
         saves.wait_before_durable()
         saves.committed(step, attempt_of(step), step)
@@ -327,11 +328,37 @@ def test_an_interrupted_copy_holds_nothing(tmp_path: Path, monkeypatch: pytest.M
     copies.close()
 
 
+def drain_of(step: int, folder: Path, run: Any = None) -> Any:
+    return SimpleNamespace(
+        attempt=SimpleNamespace(number=attempt_of(step)),
+        saving=SimpleNamespace(step=step, role_dir=folder),
+        agreement=SimpleNamespace(runner=SimpleNamespace(run=lambda work: work()), limit_waits=lambda seconds: None),
+        run=run,
+    )
+
+
+def test_no_step_waits_for_old_steps_that_are_being_deleted(tmp_path: Path) -> None:
+    """The commit on the nodes ends when the next drain has begun."""
+    drains, go_on, deleted = Drains(), threading.Event(), []
+
+    def delete() -> None:
+        go_on.wait(LONG_S)
+        deleted.append(1)
+
+    drains.start(drain_of(1, tmp_path, lambda: (None, delete))).wait(LONG_S)
+    second = drains.start(drain_of(2, tmp_path, lambda: (None, None)))
+    assert not deleted
+    assert drains.wait_for_copy(1)
+    assert not drains.wait_for_copy(timeout=0.0)
+    go_on.set()
+    second.wait(LONG_S)
+    assert drains.wait_for_copy()
+    assert deleted == [1]
+
+
 def test_an_interrupted_drain_ends_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drains = Drains()
-    drain: Any = SimpleNamespace(
-        attempt=SimpleNamespace(number=attempt_of(1)), saving=SimpleNamespace(step=1, role_dir=tmp_path), agreement=None
-    )
+    drain = drain_of(1, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupt)
         with pytest.raises(Interrupted):
