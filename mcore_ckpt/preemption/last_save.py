@@ -119,10 +119,7 @@ class LastSave:
 
     def _end_saves_under_way(self) -> None:
         for background in (control.background for control in self._controls):
-            newest = background.newest_of_step
-            if newest is not None:
-                with suppress(CheckpointError, TimeoutError):
-                    newest.wait(self._patience_s)
+            background.wait_at_most(self._patience_s)
             if background.failure() is not None:
                 # This failure is logged already, and must not keep the last save from beginning.
                 background.mark_failure_seen()

@@ -18,7 +18,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -301,6 +301,12 @@ class BackgroundSaves:
     def wait_for_save(self) -> None:
         """Waits until no save is under way. The save's own deadlines limit this wait."""
         self._save.wait(math.inf)
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Waits until no save is under way, for at most `seconds` seconds; None: as long as the save lasts."""
+        if self._handle is not None:
+            with suppress(CheckpointError, TimeoutError):
+                self._handle.wait(seconds)
 
     def wait_for_deletions(self) -> None:
         """Waits until the deletions that follow committed saves are done. Raises HungDiskError if the disk hangs."""
