@@ -8,6 +8,8 @@ from dataclasses import dataclass
 DURABLE, ON_NODES = "durable", "on the nodes"
 # The time that is reserved for a save, as a multiple of the time that it is expected to take.
 MARGIN = 1.25
+# How long a save, or a copy to the root, is assumed to take before the first one, in seconds.
+_UNKNOWN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Times:
 
     Attributes:
         commit_s: from the beginning of a save until it is committed (with a fast tier: on the nodes).
-        drain_s: from the commit until the step is in the root; 0.0 without a fast tier.
+        drain_s: from the commit until the step is in the root; 0.0 if steps are not copied to the root.
         given_s: how long a durable save takes in all, as the caller has said. Measured times are preferred.
     """
 
@@ -45,6 +47,17 @@ class Times:
         if self.commit_s is not None and self.drain_s is not None:
             return self.commit_s + self.drain_s
         return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
+
+    @property
+    def reserve_s(self) -> float:
+        """How long before the end of the training's time a durable save must begin, at the latest.
+
+        At that time all nodes go, so a step that is only on the nodes is lost.
+        """
+        known_s = 0.0 if self.durable_s is None else self.durable_s * MARGIN
+        if self.given_s is None and (self.commit_s is None or self.drain_s is None):
+            return known_s + _UNKNOWN_S
+        return known_s
 
 
 def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_root: bool) -> Choice:

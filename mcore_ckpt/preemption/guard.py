@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.preemption.choice import MARGIN
 from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
 from mcore_ckpt.preemption.last_save import LastSave, Stopped, time_for_waits
 from mcore_ckpt.preemption.pace import Pace
@@ -29,8 +28,8 @@ from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
-# How long the first save is assumed to take, and how long a process takes to end, in seconds.
-_UNKNOWN_SAVE_S, _TO_END_S = 60.0, 5.0
+# How long a process takes to end, in seconds.
+_TO_END_S = 5.0
 
 
 class PreemptionGuard:
@@ -290,8 +289,7 @@ class PreemptionGuard:
         """Returns, on rank 0, the reason to stop if the machine goes before the next step could be saved; else None."""
         if self._end is None:
             return None
-        durable_s = self._last_save.times.durable_s
-        needed_s = (_UNKNOWN_SAVE_S if durable_s is None else durable_s * MARGIN) + self._pace.longest_gap_s + _TO_END_S
+        needed_s = self._last_save.times.reserve_s + self._pace.longest_gap_s + _TO_END_S
         left_s = self._end.at - time.monotonic()
         if left_s > needed_s:
             return None

@@ -71,7 +71,8 @@ class LastSave:
     def times(self) -> Times:
         """How long saves take, as far as this rank knows. The managers are taken to save one after the other."""
         commits = [each.background.longest_s for each in self._controls]
-        return Times(_sum(commits), _sum(each.destination.drain_s for each in self._controls), self._given_s)
+        drains = [each.destination.drain_s for each in self._controls] if self._has_root else [0.0]
+        return Times(_sum(commits), _sum(drains), self._given_s)
 
     def make(self, step: int, reason: str, left_s: float | None) -> Stopped:
         """Saves a step, if there is time. Every rank calls it.
