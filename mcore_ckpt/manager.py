@@ -197,7 +197,7 @@ class CheckpointManager:
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
         With a fast tier, the checkpoint is committed on the nodes. Without `async_save`, `save` returns only when a
-        durable step is in the root, too.
+        durable step is in the root, too, or when the machine is about to go (`PreemptionGuard`).
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is

@@ -68,14 +68,17 @@ class FastSaves:
         is_due, _ = self.plan_durable()
         return is_due and self.drains.busy
 
-    def wait_for_copies_of(self, step: int) -> None:
+    def wait_for_copies_of(self, step: int, timeout: float | None = None) -> bool:
         """Waits until no copy of a step is under way, neither to other nodes nor to the root.
 
         Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
-        file of the new save.
+        file of the new save. Returns False if a copy is still under way after `timeout` seconds.
         """
-        self.drains.wait_for_copy(step)
-        self.copies.wait(step=step)
+        try:
+            self.copies.wait(timeout, step)
+        except TimeoutError:
+            return False
+        return self.drains.wait_for_copy(step, timeout)
 
     def plan_durable(self) -> tuple[bool, int]:
         """Returns whether the next step also goes to the root, and how many saves have begun, including this one.

@@ -60,7 +60,15 @@ class Times:
         return known_s
 
 
-def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_root: bool) -> Choice:
+def choose(
+    left_s: float,
+    times: Times,
+    saved: str | None,
+    has_nodes: bool,
+    has_root: bool,
+    is_drained: bool = True,
+    is_copied: bool = True,
+) -> Choice:
     """Chooses what to save.
 
     Args:
@@ -68,21 +76,25 @@ def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_
         times: how long saves take. A save of unknown length is tried.
         saved: how the step is saved already; None if it is not.
         has_nodes, has_root: where saves can go.
+        is_drained: False if an earlier step is still being copied to the root, for which a durable save would wait.
+        is_copied: False if the step itself is still being copied, for which each save of the step would wait.
     """
     if saved == DURABLE:
         return Choice(saved, is_new=False)
+    copies = "" if is_copied else "an earlier save of this step is still being copied"
     problem = "the root gets no steps (durable_every=None)"
     if has_root:
-        problem = _why_too_long("a durable save", times.durable_s, left_s)
+        drains = "" if is_drained else "an earlier step is still being copied to the root"
+        problem = drains or copies or _why_too_long("a durable save", times.durable_s, left_s)
         if not problem:
             return Choice(DURABLE, is_new=True)
     if saved is not None:
         return Choice(saved, is_new=False, reason=problem)
     if not has_nodes:
         return Choice(None, is_new=False, reason=problem)
-    too_long = _why_too_long("a save on the nodes", times.commit_s, left_s)
-    if too_long:
-        return Choice(None, is_new=False, reason=too_long)
+    obstacle = copies or _why_too_long("a save on the nodes", times.commit_s, left_s)
+    if obstacle:
+        return Choice(None, is_new=False, reason=obstacle)
     return Choice(ON_NODES, is_new=True, reason=problem)
 
 

@@ -1,6 +1,7 @@
 """Makes the last save before the machine goes, as safe as the time that is left allows.
 
     wait for a save that is under way, which may be of the last step already
+    wait for copies that the last save waits for, as long as it still fits into the time that is left after them
     choose, together with all ranks: durable, on the nodes only, or nothing
     save, and wait for it
 
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mcore_ckpt.errors import CheckpointError, InvalidStateError
-from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, least_safe
+from mcore_ckpt.preemption.choice import DURABLE, MARGIN, ON_NODES, Choice, Times, choose, least_safe
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.save_control import SaveControl
@@ -125,12 +126,23 @@ class LastSave:
                 # This failure is logged already, and must not keep the last save from beginning.
                 background.mark_failure_seen()
 
+    def _patience_before(self, takes_s: float | None) -> float | None:
+        """Returns how long to wait for something if a save that takes so long is to follow; None: without a limit."""
+        return None if self._ends_at == math.inf else max(0.0, self._left_s - (takes_s or 0.0) * MARGIN)
+
     def _choose_together(self, step: int) -> Choice:
         """Chooses with all ranks what to save. Raises AgreementError if a rank is missing."""
+        places = [control.destination for control in self._controls]
+        durable_s = self.times.durable_s
+        is_drained = all(each.await_drain(self._patience_before(durable_s)) for each in places)
+        takes_s = self.times.commit_s if self._saved_already(step) is None else durable_s
+        is_copied = all(each.await_copies_of(step, self._patience_before(takes_s)) for each in places)
 
         def work() -> Record:
             return {
                 "busy": any(control.background.busy for control in self._controls),
+                "drained": is_drained,
+                "copied": is_copied,
                 "saved": self._saved_already(step),
                 "left": None if self._ends_at == math.inf else self._agreement.shortened(self._left_s),
             }
@@ -142,7 +154,8 @@ class LastSave:
             all_saved = [record["saved"] for record in records]
             saved = all_saved[0] if len(set(all_saved)) == 1 else None
             left_s = min((record["left"] for record in records if record["left"] is not None), default=math.inf)
-            return vars(choose(left_s, self.times, saved, self._has_nodes, self._has_root))
+            done = [all(record[what] for record in records) for what in ("drained", "copied")]
+            return vars(choose(left_s, self.times, saved, self._has_nodes, self._has_root, *done))
 
         return Choice(**decide(self._agreement, f"choosing how to save step {step}", work, combine))
 

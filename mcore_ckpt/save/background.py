@@ -256,7 +256,9 @@ class BackgroundSaves:
         self._delete(following)
         handle.wait()
         if handle.drain is not None:
-            handle.drain.wait()
+            left_s = self._commits.shortened(math.inf)  # less than that only if the machine goes
+            with suppress(TimeoutError):
+                handle.drain.wait(None if left_s == math.inf else left_s)
         return handle
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:

@@ -164,8 +164,17 @@ class Destination(Protocol):
     def choose_next(self, durable: bool) -> None:
         """Sets whether the next save is durable. Without this call, the count of saves decides it. Every rank calls it.
 
-        If the next save is durable, this first waits for an earlier step that is being copied to the root.
+        A durable save waits for an earlier step that is being copied to the root (`await_drain`).
         """
+
+    def await_drain(self, patience_s: float | None) -> bool:
+        """Waits until no step is being copied to the root. False if one still is after `patience_s` seconds.
+
+        None: waits as long as it takes.
+        """
+
+    def await_copies_of(self, step: int, patience_s: float | None) -> bool:
+        """Waits until no copy of `step` is under way, because a new save of it waits for that. As `await_drain`."""
 
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         """Limits the waits for other ranks after a commit: each wait ends within `seconds` from now.

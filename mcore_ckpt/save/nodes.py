@@ -108,9 +108,13 @@ class Nodes:
         return self._fast.drains.longest_s
 
     def choose_next(self, durable: bool) -> None:
-        if durable:
-            self._fast.drains.wait()
         self._fast.next_is_durable = durable
+
+    def await_drain(self, patience_s: float | None) -> bool:
+        return self._fast.drains.wait_for_copy(timeout=patience_s)
+
+    def await_copies_of(self, step: int, patience_s: float | None) -> bool:
+        return self._fast.wait_for_copies_of(step, patience_s)
 
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         for agreement in self._fast.agreements:

@@ -80,6 +80,12 @@ class Root:
     def choose_next(self, durable: bool) -> None:
         pass
 
+    def await_drain(self, patience_s: float | None) -> bool:
+        return True
+
+    def await_copies_of(self, step: int, patience_s: float | None) -> bool:
+        return True
+
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         pass
 

@@ -51,6 +51,37 @@ def test_what_fits_is_saved(
 
 
 @pytest.mark.parametrize(
+    ("done", "saved", "how", "is_new", "words"),
+    [
+        ((False, True), None, ON_NODES, True, "an earlier step is still being copied to the root"),
+        ((False, True), ON_NODES, ON_NODES, False, "an earlier step is still being copied to the root"),
+        ((False, False), DURABLE, DURABLE, False, ""),
+        ((True, False), ON_NODES, ON_NODES, False, "an earlier save of this step is still being copied"),
+        ((True, False), None, None, False, "an earlier save of this step is still being copied"),
+    ],
+)
+def test_no_save_is_begun_that_waits_for_copies(
+    done: tuple[bool, bool], saved: str | None, how: str | None, is_new: bool, words: str
+) -> None:
+    assert choose(60.0, FAST, saved, True, True, *done) == Choice(how, is_new, words)
+
+
+@pytest.mark.parametrize(
+    ("times", "reserve_s"),
+    [
+        (UNKNOWN, 60.0),
+        (ROOT, 12.5),
+        (FAST, 15.0),
+        (Times(2.0, None, None), 62.5),  # no step was copied yet, and the copy may take much longer than the commit
+        (Times(2.0, None, 40.0), 50.0),
+        (Times(None, None, 40.0), 50.0),
+    ],
+)
+def test_before_the_end_of_the_time_a_durable_save_fits(times: Times, reserve_s: float) -> None:
+    assert times.reserve_s == reserve_s
+
+
+@pytest.mark.parametrize(
     ("drain", "reason"),
     [
         (None, "was not to be copied"),
