@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.fast.copies import CopyHandle
@@ -283,12 +281,12 @@ class BackgroundSaves:
         self.wait_for_save()
         return False, self.failure()
 
-    def wait_for_deletion_of(self, step: int, root: Path) -> None:
-        """Waits until old steps are deleted, if the root has a folder of `step`.
+    def wait_for_deletion_of(self, step: int) -> None:
+        """Waits until old steps are deleted, if `step` is one of them.
 
         Otherwise a deletion of `step` would also delete the staging folder of the new save of `step`.
         """
-        if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
+        if any(step in following.deletes for following in list(self._deleting)):
             self.wait_for_deletions()
 
     @contextmanager

@@ -38,14 +38,14 @@ class Following:
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
         delete: deletes the steps that the commit has made too old. This may take long.
-        deletes: whether steps in the root are deleted.
+        deletes: the steps in the root that are deleted, or lose their optimizer.
     """
 
     upload: UploadHandle | None = None
     copies: CopyHandle | None = None
     drain: DrainHandle | None = None
     delete: Callable[[], None] = lambda: None
-    deletes: bool = False
+    deletes: frozenset[int] = frozenset()
 
 
 class Place(Protocol):

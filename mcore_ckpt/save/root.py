@@ -183,7 +183,10 @@ class PlaceInRoot:
     def follow(self) -> Following:
         old = old_steps(self.context, self.context.commits, self.saving)
         uploaded = upload(self.context, self.saving)
-        return Following(uploaded) if old is None else Following(uploaded, delete=old.delete, deletes=bool(old.found))
+        if old is None:
+            return Following(uploaded)
+        found = frozenset(decision.status.step for decision in old.found)
+        return Following(uploaded, delete=old.delete, deletes=found)
 
     def _move_tracker(self) -> None:
         if self.saving.policy is not None:

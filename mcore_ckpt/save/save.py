@@ -56,7 +56,7 @@ def save_step(
     folder = destination.folder_of(saving)
     events.started(folder)
     busy, failure = background.earlier_save(waits=config.if_busy == "wait")
-    background.wait_for_deletion_of(saving.step, trainer.root)
+    background.wait_for_deletion_of(saving.step)
     times.mark("started")
     files = None if busy or failure else RankFiles(context, request.extra_state, destination, times, events)
 

@@ -43,7 +43,7 @@ class FakeSave:
         if self.error is not None:
             raise self.error
         self.done = 1000
-        return REPORT, Following(delete=self.delete, deletes=self.deletes)
+        return REPORT, Following(delete=self.delete, deletes=frozenset({1} if self.deletes else ()))
 
     def delete(self) -> None:
         self.deleting.set()
@@ -327,7 +327,7 @@ class Save:
             marker.with_name(self.name).write_text(str(error))
             raise
         marker.with_name(self.name).write_text("committed")
-        return SaveReport(7, marker, 0, *[0.0] * 7), Following(delete=self.delete, deletes=True)
+        return SaveReport(7, marker, 0, *[0.0] * 7), Following(delete=self.delete, deletes=frozenset({1}))
     def handle(self):
         return SaveHandle(7, self, self.finish)
     def delete(self):

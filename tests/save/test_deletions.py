@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.save.root_commit import OldSteps
 from mcore_ckpt.steps.listing import complete_steps
 from tests.support.unsharded_model import Model
@@ -116,6 +117,20 @@ def test_a_save_of_a_step_that_may_be_deleted_waits(manager: CheckpointManager, 
     deletions.let()
     manager.wait()
     assert steps_below(manager.root) == [1], "step 1 was saved last"
+
+
+def test_a_save_of_another_step_waits_for_no_deletion_even_if_the_step_is_there(
+    manager: CheckpointManager, deletions: Deletions
+) -> None:
+    """Another role has saved the step before. The last save before the machine goes has no time for a deletion."""
+    manager.save(1).wait()
+    manager.save(2).wait()
+    file_names.step_dir(manager.root, 3).mkdir()
+    done = threading.Event()
+    saving = in_thread(lambda: (manager.save(3).wait(), done.set()))
+    saving.join(LONG_S)
+    assert done.is_set()
+    assert not deletions.ended
 
 
 def test_a_deletion_follows_the_policy_of_its_own_save(manager: CheckpointManager, deletions: Deletions) -> None:

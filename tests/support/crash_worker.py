@@ -226,7 +226,7 @@ class RankSave:
         with self._watch.within("given"):
             self._parts.committed()
         return SimpleNamespace(seconds=0, plan_s=0, copy_s=0, write_s=0, export_s=0, commit_s=0), Following(
-            delete=self.delete, deletes=True
+            delete=self.delete, deletes=frozenset({0})
         )
 
     def _write_parts(self, staging: Path) -> list[WrittenFile]:
