@@ -411,8 +411,8 @@ def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
     except OSError as error:
         obstacle = f"it cannot be checked: {error}"
     if obstacle is not None:
-        (hidden.path / file_names.OWNER_FILE).unlink(missing_ok=True)
-        hidden.put_back()
+        hidden.put_back()  # first: a hidden step without an owner counts as deleted, and others remove its files
+        (status.path / file_names.OWNER_FILE).unlink(missing_ok=True)
     with suppress(OSError):  # the renames are done, even if they cannot be made durable
         sync_dir(status.path.parent)
     return hidden if obstacle is None else obstacle

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps.listing import StepStatus
+from mcore_ckpt.steps.listing import StepStatus, heads_at
 from mcore_ckpt.steps.work_folders import is_in_use
 
 
@@ -31,7 +31,13 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
     roles = {each.name for each in path.iterdir() if file_names.is_role(each.name)}
     if {role for role in roles if (path / role / file_names.MANIFEST_FILE).exists()} | flat != status.committed:
         return "it has just changed"
-    return None
+    return "it has just changed" if any(_is_replaced(status, role, path) for role in status.committed) else None
+
+
+def _is_replaced(status: StepStatus, role: str, path: Path) -> bool:
+    """True if a role of a step that is now at `path` was saved again since the status was read."""
+    role_dir = path if role == status.flat else path / role
+    return [head.attempt for head in heads_at(role_dir)] != [status.says[role].attempt]
 
 
 def _is_protected(folder: Path) -> bool:

@@ -336,11 +336,15 @@ def commits(step_path: Path) -> None:
     make(step_path / "critic", 5)
 
 
+def commits_again(step_path: Path) -> None:
+    make(step_path / ROLE, 1)
+
+
 def pins(step_path: Path) -> None:
     pin(step_path.parent, 1)
 
 
-@pytest.mark.parametrize("comes", [opens_a_save, commits, pins])
+@pytest.mark.parametrize("comes", [opens_a_save, commits, commits_again, pins])
 def test_a_step_comes_back_if_something_has_come_into_it(
     tmp_path: Path, comes: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +368,39 @@ def test_a_step_comes_back_if_something_has_come_into_it(
     assert read_version(first / ROLE) == 1
     assert not (first / file_names.OWNER_FILE).exists()
     assert sorted(os.listdir(tmp_path)) == ["global_steps_1", "global_steps_2"]
+
+
+def test_a_step_that_was_saved_again_since_it_was_judged_stays(tmp_path: Path) -> None:
+    """As after a rollback, while `prune` deletes one step after the other."""
+    for step in (1, 2, 3):
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    judged = list_steps(tmp_path)[0]
+    make(file_names.step_dir(tmp_path, 1) / ROLE, 7)
+    assert retention.delete_step(judged) == "it has just changed"
+    assert checkpoints(tmp_path) == {1: 7, 2: 2, 3: 3}
+
+
+def test_a_step_that_is_put_back_is_never_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another trainer may start at the moment when the step gets its name back."""
+    for step in (1, 2):
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    obstacle_to, put_back = retention.obstacle_to, hidden_step.HiddenStep.put_back
+
+    def late(status: StepStatus, path: Path) -> str | None:
+        obstacle = obstacle_to(status, path)
+        if path == status.path:
+            pins(path)
+        return obstacle
+
+    def start_before(hidden: hidden_step.HiddenStep) -> None:
+        leftovers.remove_leftovers(tmp_path, ROLE, alone=False)
+        put_back(hidden)
+
+    monkeypatch.setattr(retention, "obstacle_to", late)
+    monkeypatch.setattr(hidden_step.HiddenStep, "put_back", start_before)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
+    assert checkpoints(tmp_path) == {1: 1, 2: 2}
+    assert not (file_names.step_dir(tmp_path, 1) / file_names.OWNER_FILE).exists()
 
 
 def test_two_that_delete_at_once(tmp_path: Path) -> None:
