@@ -63,10 +63,20 @@ def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]
 
 
 def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
-    """Returns the numbers of the steps that are not in the branch of the last commit."""
-    last = last_commit(steps)
-    given_up = () if last is None else (each for each in steps if each.claims and last.has_given_up(each.commit.number))
-    return frozenset(each.step for each in given_up)
+    """Returns the numbers of the steps that all of their roles have given up.
+
+    A role gives up the steps that are not in the branch of its own last commit. Roles that are saved at different steps
+    do not know each other's commits, so the last commit of one role gives up nothing of another role.
+    """
+    lasts = {role: last_commit(steps, (role,)) for role in {claim.role for each in steps for claim in each.claims}}
+    return frozenset(each.step for each in steps if _is_given_up(each, lasts))
+
+
+def _is_given_up(step: Weighed, lasts: Mapping[str, StepCommit | None]) -> bool:
+    # A role without a commit number, such as one of plain files, goes with the other roles of its step.
+    claims = [claim for claim in step.claims if claim.commit is not None] or step.claims
+    found = [(lasts[claim.role], claim.number) for claim in claims]
+    return bool(found) and all(last is not None and last.has_given_up(number) for last, number in found)
 
 
 def newest(steps: Sequence[Step]) -> Step | None:

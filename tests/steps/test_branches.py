@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt import set_metrics
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
@@ -166,6 +167,33 @@ def test_a_fresh_start_abandons_all() -> None:
     assert root.steps[5].commits == (Commit(2, None, ((2, 2),)),)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_commit_of_one_role_gives_up_nothing_of_another(tmp_path: Path, shared: bool) -> None:
+    """The roles save at different steps, or one of them has warmed up alone before their first step together."""
+    histories = {role: RunHistory(tmp_path, role, tmp_path) for role in ROLES}
+    for step in (10, 20):
+        commit_role(tmp_path / f"global_step_{step}", step, "critic", histories["critic"], ("critic",))
+    commit_role(tmp_path / "global_step_30", 30, "actor", histories["actor"], ROLES if shared else ("actor",))
+    assert not abandoned(list_steps(tmp_path))
+    best = PreservationPolicy(1, keep_best=("reward", 1, "max"))
+    set_metrics(tmp_path, 10, {"reward": 9.0})
+    assert [each.stays for each in judge(list_steps(tmp_path), best, 30)] == [True, True, True]
+    # The critic goes back. Only this gives up its step 20, although the actor has committed since.
+    (status,) = list_steps(tmp_path, 10)
+    histories["critic"].loaded(status.says["critic"], status.role_dir("critic"))
+    commit_role(tmp_path / "global_step_15", 15, "critic", histories["critic"], ("critic",))
+    assert abandoned(list_steps(tmp_path)) == {20}
+
+
+def test_a_role_of_plain_files_goes_with_its_step() -> None:
+    steps = [
+        Saved(10, (Commit(1, None, ((1, 1),)), None), declared=frozenset(ROLES)),
+        Saved(20, (Commit(2, None, ((1, 2),)), None), declared=frozenset(ROLES)),
+        Saved(15, (Commit(3, None, ((1, 1), (3, 3))), None), declared=frozenset(ROLES)),
+    ]
+    assert abandoned(steps) == {20}
+
+
 def test_without_numbers_the_step_decides() -> None:
     steps = [Saved(step, (None,)) for step in (3, 20, 100)]
     assert [each.step for each in oldest_first(steps[::-1])] == [3, 20, 100]
@@ -277,8 +305,8 @@ def load_any(root: Path, histories: dict[str, RunHistory], data: st.DataObject) 
     return at.step
 
 
-def commit_role(step_path: Path, step: int, role: str, history: RunHistory) -> None:
-    staging, attempt = stage(step_path / role, step, ROLES)
+def commit_role(step_path: Path, step: int, role: str, history: RunHistory, roles: tuple[str, ...] = ROLES) -> None:
+    staging, attempt = stage(step_path / role, step, roles)
     manifest = history.stamp(read_manifest(staging), step_path / role)
     (staging / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     commit.publish(staging, step_path / role, attempt)
