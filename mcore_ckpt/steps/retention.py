@@ -55,8 +55,8 @@ class PreservationPolicy:
             steps and steps without the metric do not count. Of steps with equal values, the later commit counts as
             better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
-        optimizer_for_last: how many of the newest complete steps of each role keep their optimizer. Other steps that
-            stay lose their optimizer, unless they are pinned. None: all steps keep their optimizer.
+        optimizer_for_last: how many of the newest complete steps of each role, among those that have an optimizer, keep
+            it. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their optimizer.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -140,7 +140,7 @@ def judge(
     needed = [each.commit.number for each in statuses if each.step in newest or each.step == committed]
     oldest_needed = min(needed) if newest else 0
     named = dict.fromkeys(spared, "spared by its number") | ({} if committed is None else {committed: "saved last"})
-    with_optimizer, _ = _newest(statuses, policy.optimizer_for_last)
+    with_optimizer, _ = _newest(statuses, policy.optimizer_for_last, having="optimizer")
     decisions = []
     for status in statuses:
         stays = _why_it_stays(status, kept, oldest_needed, named)
@@ -241,16 +241,18 @@ def _best(
     return best, lacking
 
 
-def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
+def _newest(
+    statuses: Sequence[Weighed], count: int | None, having: str | None = None
+) -> tuple[dict[int, list[str]], set[int]]:
     """Returns the `count` newest complete steps of each role, as a mapping from step to roles.
 
     The mapping is empty if `count` is None. Roles can save at different steps. Abandoned steps come after all others,
-    so they never take the place of another step. The second result contains the steps that would be among the newest,
-    but lack files.
+    so they never take the place of another step. If `having` is given, only the steps count in which the role has these
+    contents. The second result contains the steps that would be among the newest, but lack files.
     """
     claimed = [] if count is None else [status for status in statuses if status.is_claimed]
     roles = frozenset(role for status in claimed for role in status.committed)
-    of_role = {role: _last_first(statuses, role) for role in roles}
+    of_role = {role: _last_first(statuses, role, having) for role in roles}
     found: dict[str, list[Weighed]] = {}
     looked_at: dict[int, Weighed] = {}
     while True:
@@ -268,10 +270,12 @@ def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, l
     return newest, {step for step, each in looked_at.items() if not each.is_complete}
 
 
-def _last_first(statuses: Sequence[Weighed], role: str) -> list[Weighed]:
-    """Returns the claimed steps of a role in the order in which a load tries them."""
-    last_first = reversed(oldest_first(statuses, (role,)))
-    return [status for status in last_first if status.is_claimed and role in status.committed]
+def _last_first(statuses: Sequence[Weighed], role: str, having: str | None) -> list[Weighed]:
+    """Returns the claimed steps of a role, with the contents `having`, in the order in which a load tries them."""
+    last_first = [status for status in reversed(oldest_first(statuses, (role,))) if status.is_claimed]
+    if having is None:
+        return [status for status in last_first if role in status.committed]
+    return [each for each in last_first if any(head.role == role and having in head.contents for head in each.heads)]
 
 
 def _may_count(steps: Sequence[Weighed], looked_at: Collection[int]) -> list[Weighed]:

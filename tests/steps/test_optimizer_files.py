@@ -82,6 +82,15 @@ def test_a_role_without_weights_keeps_its_optimizer(tmp_path: Path) -> None:
     assert with_optimizer(tmp_path) == ["1/actor", "2/actor"]
 
 
+def test_steps_that_were_saved_without_an_optimizer_do_not_count(tmp_path: Path) -> None:
+    """Else nothing would be left to resume from."""
+    for step in (1, 2):
+        save_small(tmp_path, step)
+    for step in (3, 4):
+        save_small(tmp_path, step, contents=("model",))
+    assert [each.loses for each in judge(list_steps(tmp_path), ONE)] == [(ROLE,), (), (), ()]
+
+
 def test_a_role_that_has_lost_its_optimizer_does_not_lose_it_again(tmp_path: Path) -> None:
     for step in (1, 2):
         save_small(tmp_path, step)
