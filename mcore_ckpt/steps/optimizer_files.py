@@ -65,13 +65,16 @@ def drop_optimizer(status: StepStatus, roles: Sequence[str]) -> str | None:
         return f"it cannot be removed: {error}"
 
 
-def drop_or_raise(status: StepStatus, roles: Sequence[str]) -> str | None:
-    """Does the same as `drop_optimizer`, but raises OSError or ValueError if an optimizer cannot be removed."""
+def drop_or_raise(status: StepStatus, roles: Sequence[str], dry_run: bool = False) -> str | None:
+    """Does the same as `drop_optimizer`, but raises OSError or ValueError if an optimizer cannot be removed.
+
+    A dry run removes nothing.
+    """
     try:
         with unread(map(status.role_dir, roles)) as alone:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is None:
-                obstacle = next(filter(None, (_drop(status, role) for role in roles)), None)
+                obstacle = next(filter(None, (_drop(status, role, dry_run) for role in roles)), None)
             return obstacle
     except FileNotFoundError:
         return "another process is deleting or replacing it"
@@ -79,7 +82,7 @@ def drop_or_raise(status: StepStatus, roles: Sequence[str]) -> str | None:
         return str(error)
 
 
-def _drop(status: StepStatus, role: str) -> str | None:
+def _drop(status: StepStatus, role: str, dry_run: bool) -> str | None:
     role_dir = status.role_dir(role)
     with _opened(role_dir) as folder:
         manifest = _manifest_in(folder, role_dir)
@@ -87,6 +90,8 @@ def _drop(status: StepStatus, role: str) -> str | None:
             return "it has just changed"
         if manifest.placement is not None:
             return "other nodes have a part of it"
+        if dry_run:
+            return None
         if "optimizer" in manifest.contents:
             # Until the files are gone, the owner file shows others that a process works here, or died here. The name of
             # the file is durable before the manifest is replaced, so that the next start finds the file even after a

@@ -37,7 +37,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.optimizer_files import drop_optimizer
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
-from mcore_ckpt.steps.step_obstacles import obstacle_to
+from mcore_ckpt.steps.step_obstacles import check_may_rename, obstacle_to
 from mcore_ckpt.steps.worth import Weighed, look_at_all
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class PreservationPolicy:
             better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
         optimizer_for_last: how many of the newest complete steps of each role, among those that have an optimizer, keep
-            it. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their optimizer.
+            it. Other steps that stay lose theirs, unless they are pinned. None: all steps keep their optimizer.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -357,13 +357,16 @@ def delete_step(status: StepStatus) -> str | None:
         return f"it cannot be deleted: {error}"
 
 
-def delete_or_raise(status: StepStatus) -> str | None:
-    """Does the same as `delete_step`, but raises OSError if the step cannot be deleted."""
+def delete_or_raise(status: StepStatus, dry_run: bool = False) -> str | None:
+    """Does the same as `delete_step`, but raises OSError if the step cannot be deleted. A dry run deletes nothing."""
     try:
         with unread(map(status.role_dir, sorted(status.committed))) as alone:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is not None:
                 return obstacle
+            check_may_rename(status.path)
+            if dry_run:
+                return None
             hidden = _hide_unless_changed(status)
             if isinstance(hidden, str):
                 return hidden

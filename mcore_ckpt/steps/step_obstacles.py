@@ -23,8 +23,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
     if (path / file_names.PINNED_FILE).exists():
         return "it was pinned"
     for folder in (path, *map(path.joinpath, sorted(status.committed))):
-        if _is_protected(folder):
-            raise PermissionError(errno.EACCES, "may not be changed: it is another user's, or protected", str(folder))
+        _check_may_change(folder)
     if is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / file_names.MANIFEST_FILE).exists() else set()
@@ -38,6 +37,16 @@ def _is_replaced(status: StepStatus, role: str, path: Path) -> bool:
     """True if a role of a step that is now at `path` was saved again since the status was read."""
     role_dir = path if role == status.flat else path / role
     return [head.attempt for head in heads_at(role_dir)] != [status.says[role].attempt]
+
+
+def check_may_rename(step_path: Path) -> None:
+    """Raises PermissionError if this process may not rename a step, and so may not delete it."""
+    _check_may_change(step_path.parent)
+
+
+def _check_may_change(folder: Path) -> None:
+    if _is_protected(folder):
+        raise PermissionError(errno.EACCES, "may not be changed: it is another user's, or protected", str(folder))
 
 
 def _is_protected(folder: Path) -> bool:

@@ -5,7 +5,9 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint import reading as reader
+from mcore_ckpt.checkpoint.manifest import Placement, encode_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
@@ -35,6 +38,7 @@ from tests.support.checkpoints import (
     stage,
 )
 from tests.support.privileges import without_privileges
+from tests.support.small_steps import save_small
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:
@@ -294,6 +298,48 @@ def test_by_hand_the_step_saved_last_stays_after_a_rollback(tmp_path: Path) -> N
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     (tmp_path / file_names.TRACKER_FILE).write_text("1")
     assert [found.step for found in prune(tmp_path, PreservationPolicy(1)) if not found.stays] == [2]
+
+
+@contextmanager
+def being_read(root: Path) -> Iterator[None]:
+    with reading([file_names.step_dir(root, step) / ROLE for step in (1, 2)]):
+        yield
+
+
+@contextmanager
+def in_a_protected_root(root: Path) -> Iterator[None]:
+    root.chmod(0o555)
+    with without_privileges():
+        yield
+    root.chmod(0o755)
+
+
+@contextmanager
+def in_a_node_s_folder(root: Path) -> Iterator[None]:
+    for step in (1, 2, 3):
+        role_dir = file_names.step_dir(root, step) / ROLE
+        manifest = reader.read_manifest(role_dir)
+        placement = Placement(("node1",), ((0,),) * len(manifest.files), save_count=step)
+        (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(replace(manifest, placement=placement)))
+    yield
+
+
+@pytest.mark.parametrize("place", [being_read, in_a_protected_root, in_a_node_s_folder])
+def test_a_dry_run_finds_what_the_run_finds(
+    tmp_path: Path, place: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    """One step is to be deleted, and one is to lose its optimizer."""
+    for step in (1, 2, 3):
+        save_small(tmp_path, step)
+    policy = PreservationPolicy(1, keep_every=2, optimizer_for_last=1)
+    with place(tmp_path):
+        dry, wet = prune(tmp_path, policy, dry_run=True), prune(tmp_path, policy)
+    assert dry == wet
+    assert {found.step for found in wet if not found.stays or found.loses} == {
+        being_read: set(),
+        in_a_protected_root: {2},
+        in_a_node_s_folder: {1},
+    }[place]
 
 
 # -- pins ---------------------------------------------------------------------------------------------------

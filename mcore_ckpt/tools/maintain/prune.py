@@ -17,7 +17,6 @@ from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.optimizer_files import drop_or_raise, find_dropped, remove_dropped
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge
 from mcore_ckpt.steps.runs import read_root_run
-from mcore_ckpt.steps.step_obstacles import obstacle_to
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 
@@ -130,7 +129,7 @@ def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> Reten
 def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
     """Deletes a step or, in a dry run, checks whether it could be deleted. Returns the entry for the report."""
     try:
-        obstacle = obstacle_to(status, status.path) if dry_run else delete_or_raise(status)
+        obstacle = delete_or_raise(status, dry_run)
     except OSError as error:
         return replace(pruned, stays=True, reason=f"cannot be deleted: {error}", failed=True)
     return pruned if obstacle is None else replace(pruned, stays=True, reason=obstacle)
@@ -141,7 +140,7 @@ def _without_optimizer(pruned: PrunedFolder, decision: RetentionDecision[StepSta
     status, roles = decision.status, decision.loses
     nbytes = sum(_nbytes(status.role_dir(role) / file_names.OPTIMIZER_DIR) for role in roles)
     try:
-        obstacle = obstacle_to(status, status.path) if dry_run else drop_or_raise(status, roles)
+        obstacle = drop_or_raise(status, roles, dry_run)
     except (OSError, ValueError) as error:
         return replace(
             pruned, reason=f"{pruned.reason}; the optimizer of this step cannot be removed: {error}", failed=True
