@@ -118,7 +118,6 @@ class Root:
         # 7/8 of that time. These waits include the look at old steps before a refusal.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
-        self._context.history.release()
         self.remove_interrupted()
         if not self._has_opened:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.save_times import SaveTimes, with_export
-from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.listing import StepStatus, heads_at, list_steps
 from mcore_ckpt.steps.retention import (
     PreservationPolicy,
     RetentionDecision,
@@ -165,6 +166,9 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
     begins.
     """
     role_dir, step = saving.role_dir, saving.step
+    with suppress(OSError):  # what was loaded then stays until the next save
+        for head in heads_at(role_dir):
+            context.history.in_root(head)
     found: tuple[RetentionDecision[StepStatus], ...] = ()
     deletes = False
     if policy.max_to_keep is not None or policy.optimizer_for_last is not None:

@@ -31,7 +31,7 @@ from mcore_ckpt.checkpoint.provenance import Run, RunParent
 from mcore_ckpt.errors import RemoteError
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.steps import runs
-from mcore_ckpt.steps.branches import Position
+from mcore_ckpt.steps.branches import Position, commit_of
 from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -66,6 +66,7 @@ class RunHistory:
         self._last: tuple[ManifestSummary, Path | str] | None = None
         self._stamped: Path | None = None  # the folder of the last manifest
         self._held = ExitStack()
+        self._held_head: ManifestSummary | None = None
         self._same_home = SameRoot(home)
 
     def go_on_from(self, other: RunHistory) -> None:
@@ -77,16 +78,17 @@ class RunHistory:
         elif other._root == self._root:
             self._position = self._position.seen(other._position.last, 0)
         self.release()
-        self._held = other._held.pop_all()
+        self._held, self._held_head = other._held.pop_all(), other._held_head
 
     def hold(self) -> None:
         """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
 
-        A training that has not saved yet has no trainer lock, and a program that only loads needs no trainer lock. So
-        this method takes a read lock, which other trainings do not notice.
+        The training could go back to no other checkpoint, and a program that only loads needs no trainer lock. So this
+        method takes a read lock, which other trainings do not notice.
         """
         self.release()
         if self._last is not None:
+            self._held_head = self._last[0]
             # A checkpoint that was loaded from the nodes may be in the root, too.
             step = file_names.step_dir(self._root, self._last[0].step) / self._role
             place = self._last[1]
@@ -94,8 +96,19 @@ class RunHistory:
             self._held.enter_context(reading([Path(place) if is_here else step]))
 
     def release(self) -> None:
-        """Ends `hold`, because the training has its trainer lock now, or is over."""
+        """Ends `hold`, because the training is over, or goes on from another checkpoint."""
         self._held.close()
+
+    def in_root(self, head: ManifestSummary) -> None:
+        """Notes that a checkpoint is committed in the root. Ends `hold` if it goes on from the held checkpoint.
+
+        A copy of an earlier step from the nodes does not go on from a checkpoint that was loaded since.
+        """
+        held = self._held_head
+        if held is None or head.commit is None:
+            return
+        if head.commit.parent == held.attempt or commit_of(head.step, [head.commit]).leads_from(held.number):
+            self.release()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes the commit numbers of checkpoints, which may be only in a store, or only on other nodes."""

@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
-from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
@@ -27,6 +27,7 @@ from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
+from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.worth import Worth
 from mcore_ckpt.tools.examine.step_list import step_list_of
@@ -585,13 +586,17 @@ def test_the_fields_are_in_the_manifest(tmp_path: Path) -> None:
     assert record["format_version"] == 1
 
 
+def full(*_: object) -> None:
+    raise NoRoomError("the disk is full")
+
+
 def is_free(role_dir: Path) -> bool:
     with unread([role_dir]) as alone:
         return alone
 
 
-def test_what_a_training_has_loaded_is_held_until_it_saves(tmp_path: Path) -> None:
-    """It has no trainer lock before its first save. A manager without an optimizer only reads."""
+def test_what_a_training_has_loaded_is_held_until_it_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could go back to nothing else. A manager without an optimizer only reads."""
     train(tmp_path, 1, 2)
     role_dir = file_names.step_dir(tmp_path, 2) / "actor"
     with closing(Training(tmp_path)) as training:
@@ -600,6 +605,11 @@ def test_what_a_training_has_loaded_is_held_until_it_saves(tmp_path: Path) -> No
         training.manager._trainer = replace(training.manager._trainer, optimizer=object())  # megatron's need a GPU
         training.manager._loaded(read_manifest(role_dir), role_dir)
         assert not is_free(role_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(SpaceWatch, "check", full)
+            with pytest.raises(NoRoomError):
+                training.save(3)
+        assert not is_free(role_dir), "a save that was refused is nothing to go back to"
         training.save(3)
         assert is_free(role_dir)
         training.manager.history.hold()
@@ -609,6 +619,8 @@ def test_what_a_training_has_loaded_is_held_until_it_saves(tmp_path: Path) -> No
         loader.manager.history.hold()
         training.manager.history.go_on_from(loader.manager.history)
         loader.close()
+        # The copy of an earlier step from the nodes may arrive now.
+        training.manager.history.in_root(read_manifest(file_names.step_dir(tmp_path, 1) / "actor").head)
         assert not is_free(role_dir)
         training.save(4)
         assert is_free(role_dir)
