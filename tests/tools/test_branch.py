@@ -181,6 +181,25 @@ def test_the_old_step_stays_meanwhile(root: Path, new: Path, monkeypatch: pytest
     assert not any(looks)
 
 
+def test_a_step_that_is_saved_again_meanwhile(root: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files would be those of the new save, and its manifest that of the old one."""
+    check = tool._check_files
+
+    def late(*arguments: Any) -> None:
+        check(*arguments)
+        with closing(Training(root)) as training:
+            training.manager.load(step=1)
+            training.save(2, value=7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "_check_files", late)
+        with pytest.raises(CommitError, match="was saved again"):
+            branch(root, 2, new)
+    assert not new.exists()
+    branch(root, 2, new)
+    assert verify(new).is_sound
+
+
 def test_all_roles_come_along(tmp_path: Path, new: Path) -> None:
     two_roles(tmp_path / "root")
     (file_names.step_dir(tmp_path / "root", 1) / "data.pt").write_bytes(b"theirs")

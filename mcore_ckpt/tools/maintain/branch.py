@@ -33,7 +33,7 @@ from mcore_ckpt.io.file_copies import clone_file, copy_checked, copy_durably, li
 from mcore_ckpt.io.files import inside, make_folders, sync_file, sync_folders_below
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.steps.later_metrics import metrics_of
-from mcore_ckpt.steps.listing import StepStatus, holds_something, is_step, list_steps
+from mcore_ckpt.steps.listing import StepStatus, heads_at, holds_something, is_step, list_steps
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.read_lock import reading
@@ -115,7 +115,7 @@ def branch(
         CheckpointCorruptError: a file of the step is missing or damaged.
         LockedError: a trainer saves below `new_root`.
         NoRoomError: the files do not fit.
-        CommitError: the step cannot be written. `new_root` is as it was.
+        CommitError: the step cannot be written, or was saved again meanwhile. `new_root` is as it was.
 
     Example:
         >>> branch(Path("checkpoints"), 100, Path("other_rewards")).run.parent  # doctest: +SKIP
@@ -229,10 +229,24 @@ def _write(
             heads.append(made.head)
             where = new.role_dir(role)
             reports.append(BranchedRole(role, sources[role], where, len(manifest.files), manifest.nbytes, linked))
+        _check_unchanged(sources, found)
         new.publish()
         # If this process dies here, the first save of a trainer writes the file, because the manifests name the run.
         settle(new_root, new_root, heads, None, None)
     return reports, [str(path.relative_to(status.place)) for path in copied]
+
+
+def _check_unchanged(sources: Mapping[str, Path], found: Mapping[str, Manifest]) -> None:
+    """Raises CommitError if a role was saved again since its manifest was read, because its files may be of both saves.
+
+    The read lock keeps others from deleting the step, but its trainer may save it again.
+    """
+    for role, manifest in found.items():
+        if [head.attempt for head in heads_at(sources[role])] != [manifest.attempt]:
+            raise CommitError(
+                f"{sources[role]}: was saved again or has changed while it was copied, so nothing was written: call "
+                "branch again once no trainer saves this step"
+            )
 
 
 def _not_listed(role_dir: Path, manifest: Manifest) -> dict[str, Path]:
