@@ -24,6 +24,7 @@ from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.handed_over import end_links_in
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, safest
+from mcore_ckpt.steps.pins import is_pinned
 from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class FastSaves:
         The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
         could cost all steps. If this node has lost its part of a step, the step does not count as one of the newest.
         But the step stays while an older step stays, because other nodes may need the files that are left. Steps that
-        `step` has abandoned are moved. Steps of another run stay.
+        `step` has abandoned are moved. Steps of another run, and steps that are pinned in this node's folder, stay.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
@@ -129,6 +130,7 @@ class FastSaves:
         complete = [number for number in there if self._is_complete(number)]
         needed = self.copies.needed() | self.drains.needed()
         stays = {*kept, *complete[:1], *(number for number in there if self._attempts.get(number) in needed)}
+        stays |= {number for number in there if is_pinned(self.tier.role_dir(number).parent)}
         retired = []
         for number in there:
             if number in stays:

@@ -46,6 +46,11 @@ def unpin(root: str | Path, step: int) -> None:
     sync_dir(status.place)
 
 
+def is_pinned(step_path: Path) -> bool:
+    """True if a step is pinned. `step_path` is the folder of the step."""
+    return (step_path / file_names.PINNED_FILE).exists()
+
+
 def _status(root: Path, step: int) -> StepStatus:
     check_value("step", step, int, {"least": 0})
     found = [status for status in list_steps(root) if status.step == step]

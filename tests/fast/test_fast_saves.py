@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
@@ -139,6 +140,20 @@ def test_what_is_being_copied_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(saves.drains, "needed", lambda: {attempt_of(3)})
     remove_old(saves, 5)
     assert steps_of(saves) == [2, 3, 5]
+
+
+def test_a_pinned_step_stays(tmp_path: Path) -> None:
+    saves = saves_in(tmp_path, keep=1)
+    for step in (1, 2):
+        commit(saves, step)
+    pin(saves.tier.folder, 1)
+    commit(saves, 3)
+    saves.copies.mark_complete(attempt_of(3))
+    remove_old(saves, 3)
+    assert steps_of(saves) == [1, 3]
+    unpin(saves.tier.folder, 1)
+    remove_old(saves, 3)
+    assert steps_of(saves) == [3]
 
 
 def test_steps_of_a_training_that_was_given_up_go(tmp_path: Path) -> None:
