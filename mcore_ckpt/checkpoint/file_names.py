@@ -75,6 +75,7 @@ _METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
 _DROPPED_DIR = re.compile(r"\.optim\.dropped-[0-9a-f]+")
 _TRIAL_DIR = re.compile(r"\.doctor-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
+_RULES_FILE = re.compile(r"\.([^./]+)\.retention\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _TRACKER = re.compile(r"[0-9]{1,18}")
 
@@ -329,6 +330,17 @@ def is_trainer_file_under_way(name: str, role: str) -> bool:
 def role_of_trainer_file(name: str) -> str | None:
     """Returns the role of a trainer lock, from the file's name; None for any other name."""
     match = _TRAINER_FILE.fullmatch(name)
+    return None if match is None else match.group(1)
+
+
+def rules_file(root: Path, role: str) -> Path:
+    """Returns the file with the rules of retention of a role that shares its steps with other roles."""
+    return root / f".{role}.retention.json"
+
+
+def role_of_rules_file(name: str) -> str | None:
+    """Returns the role of a file with rules of retention, from the file's name; None for any other name."""
+    match = _RULES_FILE.fullmatch(name)
     return None if match is None else match.group(1)
 
 

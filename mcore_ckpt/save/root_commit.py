@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,9 +26,10 @@ from mcore_ckpt.steps.retention import (
     PreservationPolicy,
     RetentionDecision,
     delete_step,
-    judge,
+    judge_together,
     remove_optimizers,
 )
+from mcore_ckpt.steps.role_rules import note_rules, rules_of_others
 from mcore_ckpt.steps.space_watch import Saved, Saving
 from mcore_ckpt.steps.transaction import Attempt, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle
@@ -166,9 +167,11 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
     begins.
     """
     role_dir, step = saving.role_dir, saving.step
-    with suppress(OSError):  # what was loaded then stays until the next save
+    with suppress(OSError):  # the next save does this
         for head in heads_at(role_dir):
             context.history.in_root(head)
+            if len(head.roles) > 1:
+                note_rules(context.trainer.root, head.role, policy)
     found: tuple[RetentionDecision[StepStatus], ...] = ()
     deletes = False
     if policy.max_to_keep is not None or policy.optimizer_for_last is not None:
@@ -176,8 +179,9 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
             # The commit has just looked at all files of this role, so `having_seen` marks the role as seen, which saves
             # a second look.
             statuses = [status.having_seen(role_dir) for status in list_steps(context.trainer.root)]
-            found = _to_do(statuses, policy, step)
-            deletes = bool(_to_do(_with_whole(statuses, step), policy, step))
+            others = rules_of_others(context.trainer.root, context.trainer.role)
+            found = _to_do(statuses, policy, others, step)
+            deletes = bool(_to_do(_with_whole(statuses, step), policy, others, step))
         except OSError as error:
             logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
             deletes = True  # the next save, or another process, deletes them
@@ -185,9 +189,9 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
 
 
 def _to_do(
-    statuses: Sequence[StepStatus], policy: PreservationPolicy, step: int
+    statuses: Sequence[StepStatus], policy: PreservationPolicy, others: Mapping[str, PreservationPolicy], step: int
 ) -> tuple[RetentionDecision[StepStatus], ...]:
-    return tuple(each for each in judge(statuses, policy, step) if not each.stays or each.loses)
+    return tuple(each for each in judge_together(statuses, policy, others, step) if not each.stays or each.loses)
 
 
 def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:

@@ -9,7 +9,8 @@ Public names, for integrations and commands:
 - the files of a checkpoint on a node of the fast tier: `NodeFiles`, `files_of_node`, and a step on all nodes together:
   `NodeStep`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
-- which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`,
+- which steps stay: `PreservationPolicy`, `delete_old_steps`, `rules_of_others`, `delete_step`, `discard_step`, `pin`,
+  `unpin`,
   and by which metrics: `set_metrics`, `metrics_of`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`,
   `uncommit_earlier_save`, `uncommit_role`, `roles_begun`, and `seal_role` for files that another program has written;
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         uncommit_earlier_save,
         uncommit_role,
     )
+    from mcore_ckpt.steps.role_rules import rules_of_others
     from mcore_ckpt.steps.running_saves import RunningSave, running_saves
     from mcore_ckpt.steps.step_sizes import StepSize, size_of
     from mcore_ckpt.steps.tracker import move_tracker, remove_tracker, write_tracker
@@ -97,6 +99,7 @@ __all__ = [
     "remove_tracker",
     "replace_entry",
     "roles_begun",
+    "rules_of_others",
     "running_saves",
     "seal_role",
     "set_metrics",
@@ -141,6 +144,7 @@ __getattr__ = lazy_names(
             "uncommit_earlier_save",
             "uncommit_role",
         ),
+        "role_rules": ("rules_of_others",),
         "running_saves": ("RunningSave", "running_saves"),
         "step_sizes": ("StepSize", "size_of"),
         "tracker": ("move_tracker", "remove_tracker", "write_tracker"),

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from mcore_ckpt.amounts import duration_text
@@ -87,6 +88,8 @@ class PreservationPolicy:
 
 Step = TypeVar("Step", bound=Weighed)
 
+NO_OTHERS: Mapping[str, PreservationPolicy] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class RetentionDecision(Generic[Step]):
@@ -106,11 +109,48 @@ class RetentionDecision(Generic[Step]):
 
 
 def too_old(
-    statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
+    statuses: Sequence[Step],
+    policy: PreservationPolicy,
+    committed: int | None = None,
+    spared: Collection[int] = (),
+    others: Mapping[str, PreservationPolicy] = NO_OTHERS,
 ) -> list[Step]:
-    """Returns the steps that may be deleted. The arguments are those of `judge`."""
-    policy = replace(policy, optimizer_for_last=None)  # deciding about optimizers would look at files
-    return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
+    """Returns the steps that may be deleted. The arguments are those of `judge` and `judge_together`."""
+    # Deciding about optimizers would look at files.
+    policy, *rules = (replace(each, optimizer_for_last=None) for each in (policy, *others.values()))
+    decisions = judge_together(statuses, policy, dict(zip(others, rules, strict=True)), committed, spared)
+    return [decision.status for decision in decisions if not decision.stays]
+
+
+def judge_together(
+    statuses: Sequence[Step],
+    policy: PreservationPolicy,
+    others: Mapping[str, PreservationPolicy],
+    committed: int | None = None,
+    spared: Collection[int] = (),
+) -> list[RetentionDecision[Step]]:
+    """Decides as `judge` does, but what the rules of another role keep in the steps of that role stays, too.
+
+    `others` are the rules of other roles, by role (`role_rules.py`). A role without `max_to_keep` has no say about
+    steps, and a role without `optimizer_for_last` none about its optimizer.
+    """
+    decisions = judge(statuses, policy, committed, spared)
+    for role, rules in others.items():
+        theirs = judge(statuses, rules, committed, spared)
+        decisions = [_as_they_decide(role, rules, *pair) for pair in zip(decisions, theirs, strict=True)]
+    return decisions
+
+
+def _as_they_decide(
+    role: str, rules: PreservationPolicy, own: RetentionDecision[Step], theirs: RetentionDecision[Step]
+) -> RetentionDecision[Step]:
+    if role not in own.status.committed | own.status.declared or not theirs.stays:
+        return own
+    if not own.stays and rules.max_to_keep is not None:
+        return replace(own, stays=True, reason=f"{theirs.reason}, by the rules of {role}")
+    if rules.optimizer_for_last is not None and role not in theirs.loses:
+        return replace(own, loses=tuple(each for each in own.loses if each != role))
+    return own
 
 
 def judge(
@@ -309,16 +349,20 @@ def _why_it_goes(status: Weighed, policy: PreservationPolicy, is_given_up: bool)
 
 
 def delete_old_steps(
-    root: Path, policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
+    root: Path,
+    policy: PreservationPolicy,
+    committed: int | None = None,
+    spared: Collection[int] = (),
+    others: Mapping[str, PreservationPolicy] = NO_OTHERS,
 ) -> list[int]:
     """Deletes the steps that the policy does not keep, and returns their numbers. Then removes old optimizers.
 
-    The arguments are those of `judge`.
+    The arguments are those of `judge` and `judge_together`.
 
     A step that cannot be deleted now is left for the next call. Raises OSError: the steps cannot be listed.
     """
     deleted = []
-    decisions = judge(list_steps(root), policy, committed, spared)
+    decisions = judge_together(list_steps(root), policy, others, committed, spared)
     for status in (decision.status for decision in decisions if not decision.stays):
         obstacle = delete_step(status)
         if obstacle is None:

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps.choice import newest
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
@@ -234,9 +233,8 @@ def tidy_up(
     remote: RemoteSteps,
     uploaded: Manifest,
     pending: Collection[str],
-    policy: PreservationPolicy,
+    too_old: Callable[[Sequence[RemoteStep]], Sequence[RemoteStep]],
     pinned: Mapping[int, bool],
-    latest: int,
     metrics: Mapping[int, Mapping[str, float]],
     deleted: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> None:
@@ -247,9 +245,8 @@ def tidy_up(
         uploaded: the manifest that was uploaded. Other attempts of its role are deleted (see `superseded`), so no other
             process may be uploading them.
         pending: folders of attempts that this process will continue to upload. They stay.
-        policy: which steps stay.
+        too_old: returns the steps that need not stay.
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
-        latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
         metrics: the metrics of each local step.
         deleted: called with the number of each deleted step, and the seconds that its deletion took.
     """
@@ -273,7 +270,7 @@ def tidy_up(
         replace(step, pinned=pinned.get(step.step, step.pinned), local_metrics=metrics.get(step.step, {}))
         for step in steps
     ]
-    for step in too_old(judged, policy, latest):
+    for step in too_old(judged):
         if step.is_shared:
             continue
         started = time.monotonic()

@@ -25,7 +25,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
 from mcore_ckpt.steps.remote_steps import OtherRunError, RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import PreservationPolicy, too_old
+from mcore_ckpt.steps.retention import PreservationPolicy, Step, too_old
+from mcore_ckpt.steps.role_rules import rules_of_others
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.upload import Upload, shortage_of, tidy_up
 from mcore_ckpt.steps.worth import Weighed
@@ -206,9 +207,8 @@ class UploadQueue:
                     self._remote,
                     uploaded,
                     self._begun,
-                    self._policy,
+                    self._too_old,
                     pins,
-                    self._latest,
                     self._metrics,
                     self._tell_deleted,
                 )
@@ -227,6 +227,18 @@ class UploadQueue:
         self._pins = self._pins | seen
         return seen
 
+    def _too_old(self, statuses: Sequence[Step]) -> list[Step]:
+        """Returns the steps that the rules of no role keep in the store.
+
+        The step that was saved last stays even if it is not the newest, as after a rollback.
+        """
+        try:
+            others = rules_of_others(self._root, self._role)
+        except OSError as error:
+            logger.warning("old steps in the store stay until the next upload: %s", error)
+            return []
+        return too_old(statuses, self._policy, self._latest, others=others)
+
     def _todo(self, there: list[RemoteStep]) -> list[int]:
         """Returns the steps to upload, the newest first.
 
@@ -241,7 +253,7 @@ class UploadQueue:
         # A step that the policy would delete immediately after the upload is not uploaded.
         both: dict[int, Weighed] = {step.step: step for step in there}
         everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
-        wanted -= {step.step for step in too_old(everywhere, self._policy, self._latest)}
+        wanted -= {step.step for step in self._too_old(everywhere)}
         number = {status.step: status.commit.number for status in local}
         return sorted(wanted, key=lambda step: (number.get(step, 0), step), reverse=True)
 

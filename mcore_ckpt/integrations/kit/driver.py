@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.io import DiskWatch
 from mcore_ckpt.ranks import Agreement, single_process_agreement
-from mcore_ckpt.steps import PreservationPolicy, delete_old_steps, list_steps
+from mcore_ckpt.steps import PreservationPolicy, delete_old_steps, list_steps, rules_of_others
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ def driver_agreement(role: str, timeout_s: float) -> Agreement:
     return agreement
 
 
-def delete_after_driver(root: Path, config: CheckpointConfig, step: int) -> None:
-    """Deletes old steps, if the driver's role has made this step complete.
+def delete_after_driver(root: Path, role: str, config: CheckpointConfig, step: int) -> None:
+    """Deletes old steps, if the driver's role has made this step complete. What other roles' rules keep stays.
 
     The models' processes delete before that, so they do not count this step. Logs errors of the disk, and raises
     nothing else.
@@ -35,6 +35,6 @@ def delete_after_driver(root: Path, config: CheckpointConfig, step: int) -> None
         return
     try:
         if any(status.is_complete for status in list_steps(root, step)):
-            delete_old_steps(root, policy, step)
+            delete_old_steps(root, policy, step, others=rules_of_others(root, role))
     except OSError as error:
         logger.warning("%s: old steps could not be deleted: %s", root, error)

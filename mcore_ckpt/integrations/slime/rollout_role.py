@@ -158,7 +158,7 @@ class RolloutInStep:
         config = Arguments(self.args).saving(options, with_optimizer=True)
         disk = driver_agreement(ROLLOUT_ROLE, options.timeout_s).runner
         try:
-            disk.run(lambda: delete_after_driver(Path(self.args.save), config, rollout_id))
+            disk.run(lambda: delete_after_driver(Path(self.args.save), ROLLOUT_ROLE, config, rollout_id))
         except HungDiskError as error:
             logger.warning("%s: old steps could not be deleted: %s", self.args.save, error)
 

@@ -55,7 +55,7 @@ def settings_of_run(config: Any, has_critic: bool) -> CheckpointConfig:
     counts = [trainer.get(f"max_{role}_ckpt_to_keep") for role in trained_roles(has_critic)]
     if trainer.get("remove_previous_ckpt_in_save"):
         counts = [1]
-    # A step is deleted with all its roles, so the smaller number counts.
+    # Each worker has noted the rules of its role, so a step that one of them keeps stays nevertheless.
     smallest = min((count for each in counts if (count := kept_count(each)) is not None), default=None)
     settings = settings_of(read_options(_options(config, "actor")), smallest)
     why = "the driver's files are only in the shared folder, so a step on the nodes would never be complete"

@@ -90,7 +90,7 @@ class DriverRole(CheckpointCallback):
         self._work.add(partial(self._save, Path(os.path.abspath(checkpoint_dir)), step))
         if not async_save:
             self.wait()
-        self._work.add(partial(delete_after_driver, self._root, self._config, step))
+        self._work.add(partial(delete_after_driver, self._root, DRIVER, self._config, step))
         if step >= trainer.total_training_steps:
             self.wait()  # Ray ends this process when the trainer returns
 
