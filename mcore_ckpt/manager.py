@@ -349,6 +349,7 @@ class CheckpointManager:
             self._disk.run(partial(self._context.history.loaded, manifest.head, place))
             if self._trainer.optimizer is not None:  # this manager trains its model
                 self._context.history.hold()
+                self._disk.run(self._context.history.warn_of_pins)
 
     @property
     def history(self) -> RunHistory:

@@ -22,6 +22,7 @@ from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
+from mcore_ckpt.steps.pins import warn_if_pinned
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, late_opening_of, open_together
@@ -125,7 +126,9 @@ class Root:
         leftovers.remove_sibling_leftovers(saving.role_dir)
         if saving.policy is not None:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
-        self._context.history.check_may_replace(saving.role_dir, heads_at(saving.role_dir))
+        self._context.history.check_may_replace(saving.role_dir, heads := heads_at(saving.role_dir))
+        if saving.policy is not None and heads:
+            warn_if_pinned(saving.role_dir, saving.step)
         self._context.space_watch.check(saving, need, timeout_s / 4)
         # The work above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
         # because the commit would refuse it only after all files are written.

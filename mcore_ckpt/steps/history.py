@@ -99,6 +99,25 @@ class RunHistory:
         """Ends `hold`, because the training is over, or goes on from another checkpoint."""
         self._held.close()
 
+    def warn_of_pins(self) -> None:
+        """Warns of pinned steps after the loaded one, which the training may save again. Raises nothing."""
+        if self._last is None:
+            return
+        last = self._last[0].step
+        with suppress(OSError):
+            pinned = [each for each in list_steps(self._root) if each.pinned and each.step > last]
+            for step in (each.step for each in pinned if self._role in each.committed):
+                logger.warning(
+                    "%s: step %d is pinned, but the training goes on from step %d, and replaces it if it saves step %d "
+                    "again: to keep what is there, call `mcore-ckpt branch %s %d NEWROOT` before",
+                    self._root,
+                    step,
+                    last,
+                    step,
+                    self._root,
+                    step,
+                )
+
     def in_root(self, head: ManifestSummary) -> None:
         """Notes that a checkpoint is committed in the root. Ends `hold` if it goes on from the held checkpoint.
 

@@ -1,7 +1,14 @@
-"""Pins steps, so that retention never deletes them."""
+"""Pins steps, so that retention never deletes them.
+
+A pin belongs to the step's number. A training that has gone back may save a pinned step again, and then the new save
+has the pin. Such a save is not refused: it would be refused again after each restart, and stop a training that nobody
+watches. So the load that goes back behind a pinned step warns of it (`RunHistory.warn_of_pins`), and so does the save.
+Tools, whose user is there to decide, replace no pinned step.
+"""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -12,9 +19,13 @@ from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.urls import local_path
 
+logger = logging.getLogger(__name__)
+
 
 def pin(root: str | Path, step: int) -> None:
     """Keeps a step until `unpin` is called, whatever `max_to_keep` is. Any process may call it, even repeatedly.
+
+    A trainer that has gone back behind the step may still save it again. Then the pin keeps the new save.
 
     Raises CheckpointNotFoundError if there is no such step, or it is not complete, and OSError.
 
@@ -49,6 +60,13 @@ def unpin(root: str | Path, step: int) -> None:
 def is_pinned(step_path: Path) -> bool:
     """True if a step is pinned. `step_path` is the folder of the step."""
     return (step_path / file_names.PINNED_FILE).exists()
+
+
+def warn_if_pinned(role_dir: Path, step: int) -> None:
+    """Warns if a save is about to replace a checkpoint of a pinned step. `role_dir` is the checkpoint's folder."""
+    step_path = role_dir if file_names.parse_step(role_dir.name) is not None else role_dir.parent
+    if is_pinned(step_path):
+        logger.warning("%s: step %d is pinned, and is saved again: the pin keeps the new save", role_dir, step)
 
 
 def _status(root: Path, step: int) -> StepStatus:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, pin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, RunParent
@@ -584,6 +584,25 @@ def test_the_fields_are_in_the_manifest(tmp_path: Path) -> None:
     assert len(record["run"]["id"]) == 32
     assert record["run"]["root"] == str(tmp_path)
     assert record["format_version"] == 1
+
+
+def test_who_goes_back_behind_a_pinned_step_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pin belongs to the number: no save is refused for it, because nobody may be there to help."""
+    train(tmp_path, 1, 2, 3)
+    pin(tmp_path, 2)
+    with closing(Training(tmp_path)) as training:
+        training.manager._trainer = replace(training.manager._trainer, optimizer=object())  # megatron's need a GPU
+        for step, warns in ((3, False), (2, False), (1, True)):
+            caplog.clear()
+            role_dir = file_names.step_dir(tmp_path, step) / "actor"
+            training.manager._loaded(read_manifest(role_dir), role_dir)
+            assert ("step 2 is pinned" in caplog.text) == warns
+        for step, warns in ((4, False), (2, True)):
+            caplog.clear()
+            training.save(step, value=7)
+            assert ("is pinned, and is saved again" in caplog.text) == warns
+    (status,) = list_steps(tmp_path, 2)
+    assert status.pinned
 
 
 def full(*_: object) -> None:
