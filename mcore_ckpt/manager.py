@@ -192,6 +192,7 @@ class CheckpointManager:
         path: str | Path | None = None,
         max_to_keep: int | None = None,
         metrics: Mapping[str, float] | None = None,
+        prepared: Callable[[], object] | None = None,
     ) -> SaveHandle:
         """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
@@ -220,6 +221,9 @@ class CheckpointManager:
             metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Only the
                 metrics of rank 0 count. A metric that is not finite counts as missing, with a warning.
                 `mcore_ckpt.set_metrics` adds metrics that are known only later.
+            prepared: a function that rank 0 calls once the save to the root is sure to begin: the trainer lock is held,
+                and the files fit. Nothing has been written yet. If the function raises, all ranks raise. With a fast
+                tier, rank 0 calls it before the step is copied to the root.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, the
@@ -249,7 +253,9 @@ class CheckpointManager:
         with self._trainer.agreement.call(topic), events.telling_of_failure(), self._settings():
             self._check_open()
             self._check_contents("save_contents")
-            request = read_request(self._trainer, step, extra_state, roles, path, max_to_keep, metrics, started)
+            request = read_request(
+                self._trainer, step, extra_state, roles, path, max_to_keep, metrics, prepared, started
+            )
             return save_step(self._context, self._destination, self._background, request, events)
 
     def attach(self, name: str, *, save: Any = None, load: Load | None = None, optional: bool = False) -> None:

@@ -48,6 +48,7 @@ def read_request(
     path: str | Path | None,
     max_to_keep: int | None,
     metrics: Mapping[str, float] | None,
+    prepared: Callable[[], object] | None,
     called: float,
 ) -> SaveRequest:
     """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents."""
@@ -60,7 +61,8 @@ def read_request(
     declared = file_names.check_roles(roles or trainer.config.roles or ())
     declared = file_names.check_roles([*declared, trainer.role])
     found = {} if metrics is None else _metrics(trainer, step, metrics)
-    return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, found, extra_state, called)
+    saving = Saving(role_dir, step, policy if counts else None, prepared)
+    return SaveRequest(saving, declared, found, extra_state, called)
 
 
 def _metrics(trainer: Trainer, step: int, metrics: object) -> dict[str, float]:

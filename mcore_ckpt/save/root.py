@@ -114,6 +114,7 @@ class Root:
             NoRoomError: the files do not fit.
             CommitError: the step already has a folder with another name, or belongs to another run.
             OSError: the lock cannot be written, or leftovers cannot be removed.
+            CheckpointError: `saving.prepared` has raised it.
         """
         # The other ranks wait for this rank for `timeout_s` seconds at most, so all waits here together take at most
         # 7/8 of that time. These waits include the look at old steps before a refusal.
@@ -135,6 +136,8 @@ class Root:
         self._context.lock.take(patience_s=0)
         if self._context.uploads is not None and saving.policy is not None:
             self._context.uploads.expect(need)
+        if saving.prepared is not None:
+            saving.prepared()
 
     def _take_lock(self, saving: Saving, need: Need, timeout_s: float) -> None:
         """Takes the role's trainer lock. Raises LockedError, OSError, or NoRoomError if the disk is full."""

@@ -51,11 +51,16 @@ _MAY_FIT = "The file system may store the files in less space, so the save is tr
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that is about to begin. `policy` is None if the checkpoint is not part of a step below the root."""
+    """A save that is about to begin.
+
+    `policy` is None if the checkpoint is not part of a step below the root. `prepared` is called when nothing can
+    refuse the save any more, and before anything is written; None to call nothing.
+    """
 
     role_dir: Path
     step: int
     policy: PreservationPolicy | None
+    prepared: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from transformers import LlamaConfig
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError, NoRoomError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from tests.distributed.adapters import ALPHA, DIM, FROZEN, with_adapters
 from tests.distributed.agreement import error_of, everywhere, raised_everywhere
@@ -292,3 +293,15 @@ def test_a_second_trainer_takes_nothing_from_the_first(shared_path: Path, tmp_pa
         raised_everywhere(LockedError, error)
         with everywhere():
             assert [status.step for status in steps.complete_steps(root)] == [1]
+        # Nor does one whose files do not fit.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SpaceWatch, "check", full)
+            third = Strategy(training, root)
+            raised_everywhere(NoRoomError, error_of(lambda: third.save_checkpoint("unused", 1, "checkpoint-1")))
+            third.close()
+        with everywhere():
+            assert [status.step for status in steps.complete_steps(root)] == [1]
+
+
+def full(*_: object) -> None:
+    raise NoRoomError("the disk is full")

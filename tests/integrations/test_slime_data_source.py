@@ -27,7 +27,6 @@ from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints
 from mcore_ckpt.integrations.slime.rollout_role import has_rollout_role, models_of_step
 from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.steps import (
-    TrainerLock,
     commit_role,
     complete_steps,
     read_tracker,
@@ -157,46 +156,49 @@ def test_a_step_that_is_saved_again_waits_for_its_position(fork: str, tmp_path: 
 class Saving:
     """Stands in for `LoopCheckpoints`. `save` reads the state, and ends as an async save does whose process dies."""
 
-    def save(self, iteration: int, training: Any, args: Any, config: Any, state: Any) -> None:
+    def save(self, iteration: int, training: Any, args: Any, config: Any, state: Any, prepared: Any) -> None:
         state()
+        prepared()
 
 
-def actor_of(fork: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+class Refusing(Saving):
+    """Does as a save does that is refused: another trainer holds the lock, or the disk is full."""
+
+    def save(self, iteration: int, training: Any, args: Any, config: Any, state: Any, prepared: Any) -> None:
+        state()
+        raise LockedError("another trainer holds the lock")
+
+
+def actor_of(fork: str, root: Path) -> Any:
     actor = ActorCheckpoints.__new__(ActorCheckpoints)
     actor._args, actor._has_rollout_role, actor._checkpoints = _arguments(fork, root), True, Saving()
     actor._config, actor._hf_config, actor._tokenizer = actor._read_config(), None, None
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     return actor
 
 
-def test_a_step_that_is_saved_again_is_incomplete_until_an_async_save_has_ended(
-    fork: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_saved_again_is_incomplete_until_an_async_save_has_ended(fork: str, tmp_path: Path) -> None:
     """With --async-save the driver commits first. Then the weights that were given up must not complete the step."""
     source = source_of(fork, tmp_path)
     for rollout_id in range(2):
         save_actor(tmp_path, rollout_id)
         source.save(rollout_id)
-    actor_of(fork, tmp_path, monkeypatch).save_checkpoint(1, [object()], None, None)
+    actor_of(fork, tmp_path).save_checkpoint(1, [object()], None, None)
     source.get_samples(24)
     source.save(1)
     assert [step.step for step in complete_steps(tmp_path)] == [0]
     assert read_tracker(tmp_path) != 1
 
 
-def test_a_second_trainer_undoes_nothing(fork: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was started by mistake with the same --save."""
+def test_a_save_that_is_refused_undoes_nothing(fork: str, tmp_path: Path) -> None:
+    """Such as one of a trainer that was started by mistake with the same --save."""
     source = source_of(fork, tmp_path)
     save_actor(tmp_path, 0)
     source.save(0)
-    monkeypatch.setattr(TrainerLock, "take", refuses)
+    actor = actor_of(fork, tmp_path)
+    actor._checkpoints = Refusing()
     with pytest.raises(LockedError):
-        actor_of(fork, tmp_path, monkeypatch).save_checkpoint(0, [object()], None, None)
+        actor.save_checkpoint(0, [object()], None, None)
     assert [step.step for step in complete_steps(tmp_path)] == [0]
-
-
-def refuses(lock: TrainerLock, patience_s: float) -> None:
-    raise LockedError("another trainer holds the lock")
 
 
 def test_a_damaged_role_is_found_and_never_loaded(fork: str, tmp_path: Path) -> None:

@@ -119,12 +119,13 @@ class LoopCheckpoints:
         *,
         data_iterator: Any = None,
         path: Path | None = None,
+        prepared: Callable[[], object] | None = None,
     ) -> SaveHandle:
         """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
 
         `args` overrides `config`. `state` returns the loop's own state: the counters,
         `num_floating_point_operations_so_far`, and other plain values. If `state` raises on one rank, all ranks raise.
-        The rerun state machine saves the state of `data_iterator`.
+        The rerun state machine saves the state of `data_iterator`. `prepared` is as in CheckpointManager.save.
 
         Raises CheckpointError: see CheckpointManager.save.
         """
@@ -141,7 +142,7 @@ class LoopCheckpoints:
                 **state(),
             }
 
-        return manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path)
+        return manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path, prepared=prepared)
 
     def load(
         self,

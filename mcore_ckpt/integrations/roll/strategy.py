@@ -15,7 +15,7 @@ from mcore_ckpt.integrations.kit.published import published_config
 from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import TrainerLock, step_status, uncommit_earlier_save
+from mcore_ckpt.steps import step_status, uncommit_earlier_save
 
 logger = logging.getLogger(__name__)
 
@@ -88,21 +88,18 @@ class CheckpointStrategy:
         step_path, role = options.root / ckpt_id, self.worker.cluster_name
         manager = self._manager_of(options)
 
-        lock = TrainerLock(options.root, role)
-
         def answer() -> dict[str, Any]:
             self._check_last(step_path)
-            # Take the lock before an earlier save is undone. A second trainer that was started by mistake must not
-            # touch the checkpoints of the first one.
-            lock.take(options.config.timeout_s / 2)
-            uncommit_earlier_save(step_path, role, PIPELINE_ROLE)
             return {}
 
-        try:
-            manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
-            handle = manager.save(global_step, roles=(role, PIPELINE_ROLE), path=step_path / role)
-        finally:
-            lock.release()  # after a save, the manager's own lock keeps other trainers out
+        def undo_earlier_save() -> None:
+            # This runs after all checks, because a save that is refused must leave the earlier one as it is.
+            uncommit_earlier_save(step_path, role, PIPELINE_ROLE)
+
+        manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
+        handle = manager.save(
+            global_step, roles=(role, PIPELINE_ROLE), path=step_path / role, prepared=undo_earlier_save
+        )
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
             handle.wait()

@@ -15,8 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mcore_ckpt.checkpoint import MANIFEST_FILE, step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
@@ -33,7 +31,7 @@ from mcore_ckpt.integrations.slime.rollout_role import (
     models_of_step,
     read_options,
 )
-from mcore_ckpt.steps import TrainerLock, complete_steps, uncommit_earlier_save
+from mcore_ckpt.steps import complete_steps, uncommit_earlier_save
 
 logger = logging.getLogger(__name__)
 
@@ -112,22 +110,18 @@ class ActorCheckpoints:
         args.refuse_unsupported()
 
         roles, root = self._roles(training.role, iteration), Path(args.folder("save"))
-        lock = TrainerLock(root, training.role)
 
         def state() -> dict[str, Any]:
-            if ROLLOUT_ROLE in roles and dist.get_rank() == 0:
-                # Take the lock before an earlier save is undone. A second trainer that was started by mistake must not
-                # touch the checkpoints of the first one.
-                lock.take(self._config.timeout_s / 2)
-                uncommit_earlier_save(step_dir(root, iteration), training.role, ROLLOUT_ROLE)
             counters = {name: args[name] for name in COUNTERS}
             return {"num_floating_point_operations_so_far": num_floating_point_operations_so_far, **counters}
 
+        def undo_earlier_save() -> None:
+            # This runs after all checks, because a save that is refused must leave the earlier one as it is.
+            if ROLLOUT_ROLE in roles:
+                uncommit_earlier_save(step_dir(root, iteration), training.role, ROLLOUT_ROLE)
+
         config = replace(self._config, roles=roles)
-        try:
-            self._checkpoints.save(iteration, training, args, config, state)
-        finally:
-            lock.release()  # after a save, the manager's own lock keeps other trainers out
+        self._checkpoints.save(iteration, training, args, config, state, prepared=undo_earlier_save)
 
     def load_checkpoint(
         self,
