@@ -33,8 +33,8 @@ FORMAT_VERSION = 2
 _MOST_NAME_BYTES = 255
 
 
-# By the name of each part of a step: the ranks that have saved files for the part, as runs `(first, last)`, `last`
-# included.
+# Maps the name of each part of a step to the ranks that have saved files for it, as ranges `(first, last)` that include
+# `last`.
 Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
@@ -229,7 +229,7 @@ def encode_readable(manifest: Manifest) -> bytes:
     Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
 
     The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.
-    The later checks use the ranks, files and tensors of `manifest`, so they need no decoded copies of these.
+    The later checks use the ranks, files and tensors of `manifest`, so no decoded copies of them are made.
     """
     ranks, entries = _ranks_of(manifest), _entries_of(manifest)
     data = _encode(manifest, ranks, entries)
@@ -419,7 +419,10 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
             # These are the ranks of the original save. If the step was resharded later, it may have fewer ranks now.
             if not least <= first <= last < limits.PART_RANKS:
-                raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
+                raise fields.FieldError(
+                    f"part {name!r} lists ranks {fields.shown(run)}, which are out of order, out of range, or not a "
+                    "pair (first, last)"
+                )
             parts[name].append((first, last))
             least = last + 2
     return parts
@@ -460,7 +463,8 @@ def _check_manifest(manifest: Manifest) -> None:
             )
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} reaches past the end of the file")
-        # Files that hold the same tensors share one `Holds`, which is counted once.
+        # Files that hold the same tensors share one `Holds`. Its tensors are counted once, and that count is added for
+        # each of these files.
         if id(file.holds) not in counts:
             counts[id(file.holds)] = _count_held(file, len(manifest.tensors))
         held += counts[id(file.holds)]
@@ -485,7 +489,7 @@ def _check_topology(manifest: Manifest) -> None:
 
 
 def _count_held(file: FileRecord, count: int) -> int:
-    """Returns how many tensors a file holds. Raises FieldError unless the runs ascend and are in range."""
+    """Returns how many tensors a file holds. Raises FieldError unless the ranges of tensors ascend and are in range."""
     held = file.holds.count_of(count)
     if held is None:
         runs = fields.shown([list(run) for run in file.holds])

@@ -59,7 +59,7 @@ def _show(report: Report) -> None:
     for problem in report.problems:
         console.print(problem, style="red")
     for reason in report.under_way:
-        console.print(f"{reason}, but its trainer is alive")
+        console.print(f"{reason}. This is no damage: a trainer of this step is alive and may still be saving it")
     nbytes = sum(verdict.nbytes for verdict in report.roles)
     console.print(moved_text(nbytes, report.seconds))
 

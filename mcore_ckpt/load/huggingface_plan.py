@@ -93,8 +93,8 @@ class HfPlan:
 def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: Sequence[str]) -> tuple[HfPlan, Record]:
     """Plans which parts of the folder fill this rank's tensors. Changes nothing.
 
-    `source` and `ignore` are as in `load_hf`. Returns the plan, and a record for `check_all_used` on rank 0: the
-    positions of the tensors that this rank takes, in the reader's list of names.
+    `source` and `ignore` are as in `load_hf`. Returns the plan, and a record for `check_all_used` on rank 0. The record
+    has, for each tensor that this rank takes, its position in the reader's list of names.
 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.
@@ -128,7 +128,8 @@ def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
 
 def _locator(here: LiveModel, reader: HuggingFaceReader, layers: Layers) -> Locator:
     position = RankPosition(here.topology, here.coordinates)
-    # The layers in the folder of an adapter have other parts than the model's layers, but the same numbers.
+    # The folder of an adapter has only some modules of each layer, so its layers cannot be matched with the model's by
+    # their parts (attention, MLP). None matches them by their numbers, which are the same in both.
     matched = None if isinstance(reader, AdapterReader) else layers
     return Locator(reader, position, reader.model.sizes["vocab"], matched)
 
@@ -175,7 +176,8 @@ def _check_config(here: LiveModel, reader: HuggingFaceReader) -> None:
         changed = check_model(unwrap(chunk), reader.model, here.strict_model)
         if changed and chunk is here.chunks[0] and here.agreement.is_coordinator:
             logger.warning(
-                "%s: %s. A longer context changes this on purpose; anything else should not",
+                "%s: %s. This is right if the model was built for a longer context. Otherwise, build the model with "
+                "the values of config.json",
                 reader.place,
                 described(changed, IN_CONFIG),
             )

@@ -47,7 +47,8 @@ def warn_of_other_model(trainer: Trainer, folder: Any, found: Sequence[Different
         )
     if changed := [each for each in found if each.may_change]:
         logger.warning(
-            "%s: %s. A longer context changes this on purpose; anything else should not",
+            "%s: %s. This is right if the model was built for a longer context. Otherwise, build the model as it was "
+            "when the checkpoint was saved",
             folder,
             described(changed),
         )

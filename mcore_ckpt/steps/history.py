@@ -4,16 +4,16 @@ Only rank 0 uses this module. Rank 0 makes manifests only while it holds the rol
 
 A new number is one more than the largest number that rank 0 has seen. Rank 0 sees the numbers in the root and on its
 node at the start, the numbers on other nodes at a load, and the numbers of its own commits. Lost nodes may come back,
-and a store may have steps that the root lacks. So a training with nodes or a store reserves numbers in `.run.json`, and
-the next training begins above the reserved numbers. (If a training asked the store at each start, a save would have to
-wait for the store.) A role that commits to a step takes the number of the step's other roles, if that number is higher
-than the role's own last number. If two roles choose the same number for two steps at the same time, the higher step
-counts, so no harm is done.
+and a store may have steps that the root lacks. So a training that saves to its nodes or to a store reserves numbers in
+`.run.json`, and the next training begins above the reserved numbers. (If a training asked the store at each start, a
+save would have to wait for the store.) A role that commits to a step takes the number of the step's other roles, if
+that number is higher than the role's own last number. If two roles choose the same number for two steps at the same
+time, the higher step counts as the later commit, so no harm is done.
 
-A load also notes the numbers that the step's other roles have committed after the loaded step. The training gives these
-commits up, so none of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a
-checkpoint that another role saved before the restart would look like one step. Therefore all roles of a training must
-load before one of them saves.
+A load also notes the commit numbers of the later checkpoints of the other roles. The training gives these commits up,
+so none of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a checkpoint that
+another role saved before the restart would look like one step. Therefore all roles of a training must load before one
+of them saves.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RunHistory:
         """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
 
         The training could go back to no other checkpoint, and a program that only loads needs no trainer lock. So this
-        method takes a read lock, which other trainings do not notice.
+        method takes a read lock, which does not keep another training from starting.
         """
         self.release()
         if self._last is not None:
@@ -142,9 +142,9 @@ class RunHistory:
             self._position = self._position.seen(0, max(each.number for each in together))
 
     def _together(self, with_store: bool) -> list[ManifestSummary]:
-        """Returns all roles' checkpoints with commit numbers in the steps to which this role belongs. Raises nothing.
+        """Returns the checkpoints that have a commit number, of all roles, from the steps that include this role.
 
-        When this method is called, the checkpoint is loaded already, and the other ranks go on.
+        Raises nothing, because the checkpoint is loaded already, and the other ranks go on.
         """
         heads: list[ManifestSummary] = []
         try:
@@ -157,7 +157,7 @@ class RunHistory:
         return [each for each in heads if each.step in steps_of_role and each.commit is not None]
 
     def _go_on(self, head: ManifestSummary, place: Path | str, together: Sequence[ManifestSummary]) -> None:
-        """Moves the position to a checkpoint. `together`: the checkpoints of steps to which this role belongs."""
+        """Moves the position to a checkpoint. `together` are the checkpoints that `_together` returns."""
         settled = self._elsewhere(place)
         own = runs.below(self._root) if _is_below(self._root, place) else settled
         self._last = head, place
@@ -167,15 +167,17 @@ class RunHistory:
             self._took_over = own.known or (None if head.run is None else RootRun(head.run))
             if own is settled and head.run is not None and runs.read_root_run(self._home) is None:
                 logger.warning(
-                    "%s: has no run yet, so the training goes on as %s, which a root at this path began: it loads "
-                    "step %d of that run from %s, and will delete old steps of that run there. If that root was moved "
-                    "and is still used, stop this training, and give it another path and another store",
+                    "%s: has no run yet, so the training goes on as %s, which a root at this path began, and will "
+                    "delete old steps of that run. It has loaded step %d of that run from %s. If the earlier folder "
+                    "was moved and another training still uses it, stop this training and start it with another path "
+                    "and another store",
                     self._root,
                     head.run,
                     head.step,
                     place,
                 )
-            # In a copied root, the copied steps name the parent of another run.
+            # The copied steps in a copied root name the parent of the run that wrote them, not of this run. So take the
+            # parent only from a step that this run wrote.
             self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:
             # The commit numbers of another run do not count in this run.
@@ -229,8 +231,8 @@ class RunHistory:
             heads = self._heads()
             self.seen(heads)
             if self._remote is not None and self._position.parent is not None and not heads:
-                # The root is on a new disk. If a step was loaded by its number, the store may have later steps, and
-                # their numbers count, too.
+                # The root is on a new disk. If the user has named the step to load, the store may have later steps, so
+                # note their commit numbers, too.
                 with suppress(RemoteError):
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
             known = runs.settle(self._home, self._root, heads, self._took_over, self._parent)

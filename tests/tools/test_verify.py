@@ -455,7 +455,7 @@ def test_a_step_that_a_living_trainer_is_saving(
         assert report.is_sound
         assert report.under_way == (f"{trainers.step}: not committed by critic",)
     assert main(["verify", str(trainers.root)]) == 0
-    assert "not committed by critic, but its trainer is alive" in capsys.readouterr().out
+    assert "not committed by critic. This is no damage: a trainer of this step is alive" in capsys.readouterr().out
 
 
 def test_a_step_whose_trainer_is_dead(trainers: Trainers) -> None:

@@ -59,7 +59,7 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
 def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
     """Returns the keys under which a tensor is stored: the model's key, then the keys of the optimizer's state.
 
-    The keys include a main parameter without stored bytes (`StoredTensors.is_alias`).
+    The keys include a main parameter whose bytes are stored only as the model's (`StoredTensors.is_alias`).
     """
     param = ShardKey(name, PARAM)
     moments = stored.kinds_in(name, stored.files(param))
@@ -68,7 +68,7 @@ def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
 
 
 def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
-    """Returns all stored shards of a key; for a main parameter without stored bytes, the model's shards."""
+    """Returns all stored shards of a key; for a main parameter that is an alias, the model's shards."""
     *_, found = [(), *stored.parts(key)]
     return found
 

@@ -1,9 +1,11 @@
-"""Finds out what is at a path, from this package or other programs, and which command or path the user may have meant.
+"""Finds out what is at a path, which program wrote it, and which command or path the user may have meant.
 
-A path is recognized by names, by the `metadata.json` of `torch_dist`, and by the records in a rank's model file,
-because verl and this package give that file the same name. If there is only one folder of steps below the path,
-commands on folders of steps take that folder, because the user can mean nothing else. Only `list` and `watch` take a
-folder of steps above the path: a user who names one step for `prune` does not mean all steps.
+A path is recognized by the names of its files and folders, and by the `metadata.json` of `torch_dist`. verl and this
+package give a rank's model file the same name, so the records in that file are looked at, too.
+
+If there is only one folder of steps below the path, commands on folders of steps take that folder, because the user can
+mean no other one. Only `list` and `watch` take a folder of steps above the path: a user who names one step for `prune`
+does not mean all steps.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class PathInfo:
     Attributes:
         kind: the name of a kind of checkpoint, a key of `_WORDS`, or "parent" (above the steps), "inside" (a step),
             "foreign root", "file", "unreadable" or "missing".
-        what: a description of the kind: "a torch_dist checkpoint of Megatron".
+        what: a description of the kind, such as "a torch_dist checkpoint of Megatron".
         advice: a command that takes this path, or another path that may be meant; may be empty.
         roots: the folders of steps right above or below the path.
     """
@@ -120,7 +122,7 @@ def what_is(path: Path) -> PathInfo:
     above = {*Path(os.path.abspath(path)).parents, *path.resolve().parents}
     is_above = bool(roots) and Path(os.path.abspath(roots[0])) in above
     if kind is not None:
-        advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
+        advice = _advice(kind, path) + (f"; the folder of all steps is {roots[0]}" if is_above else "")
         return PathInfo(path, kind, _words(kind), advice, roots if is_above else ())
     if roots:
         one = f"the steps are in {roots[0]}: name that folder"

@@ -99,10 +99,11 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
         CheckpointError: the checkpoint is damaged, or has something that the trainer cannot load.
     """
     for role in roles:
+        # Megatron-Bridge stores the rows and alpha of adapters in another form.
         if any(is_adapter(name) for name in role.reader.names):
             raise UnsupportedError(
-                f"{role.path}: has adapters, and Megatron-Bridge stores the rows and alpha of adapters in another "
-                "form: take the weights with mcore-ckpt merge, and the adapters with mcore-ckpt merge --adapters only"
+                f"{role.path}: has adapters, which this conversion does not support: take the weights with mcore-ckpt "
+                "merge, and the adapters with mcore-ckpt merge --adapters only"
             )
     if layout == "megatron":
         return _for_megatron(selection, roles, hf_model_path)
@@ -124,8 +125,8 @@ def _for_megatron(
     if len(roles) != 1:
         names = ", ".join(role.reader.manifest.role for role in roles)
         raise InvalidArgumentError(
-            f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM trains only one role: name the folder of "
-            "that role"
+            f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM and Megatron-Bridge train only one "
+            "role: name the folder of that role"
         )
     reader = roles[0].reader
     tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_of(reader)
@@ -222,9 +223,9 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         shared = read_shared_state(role.reader)
         trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
-        # For verl 0.9.1, write the weights only as a HuggingFace model: verl cannot load the model from dist_ckpt
-        # together with an optimizer in this form, because `dist_checkpointing.load` changes the dict in which
-        # `sharded_param_state_fully_reshardable` then looks for the parameters.
+        # For verl 0.9.1, write the weights only as a HuggingFace model, because verl cannot load a model together with
+        # an optimizer in this form from dist_ckpt: `dist_checkpointing.load` changes the dict of the model, and then
+        # `sharded_param_state_fully_reshardable` looks for the parameters in this dict.
         job = _export(role, hf_model_path)
         exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
         notes += (
@@ -241,7 +242,7 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
 
 
 def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
-    """Returns the folders of verl's layout 2, without weights (`MegatronCheckpointManager.save_checkpoint`, 0.9.1)."""
+    """Returns the `dist_ckpt` folders of verl 0.9.1, without weights (`MegatronCheckpointManager.save_checkpoint`)."""
     trees: list[tuple[str, CheckpointWriter]] = []
     if shared.optimizer is not None:
         contents = Contents.of(plan_tensors(reader).optimizer, {}, _common_of(shared, "lr_scheduler"))
@@ -253,10 +254,10 @@ def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: 
 
 
 def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
-    """Returns the `dist_ckpt` folder of verl's layout 1 (`MegatronCheckpointManager.save_checkpoint`, 0.7.1 and 0.8.0).
+    """Returns the `dist_ckpt` folder of verl 0.7.1 and 0.8.0 (`MegatronCheckpointManager.save_checkpoint`).
 
-    Workers and engines that have a bridge load the weights from the HuggingFace folder. Workers and engines without a
-    bridge, and critics with mbridge, load the weights from `dist_ckpt`.
+    Workers and engines with a bridge load the weights from the HuggingFace folder, except critics with mbridge. These
+    critics, and all workers and engines without a bridge, load the weights from `dist_ckpt`.
     """
     tensors, common = plan_tensors(reader), _common_of(shared, "lr_scheduler")
     contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
@@ -314,9 +315,9 @@ def _notes(
         notes.append(f"the checkpoint was resharded and has a seed but no random states: start with {without_rng}")
     if any(is_expert(name) for name in reader.manifest.tensors):
         notes.append(
-            "megatron loads the optimizer of a model with experts only into the same chain (a dense and an expert "
-            "optimizer, or one for both): to change whether experts are divided, run mcore-ckpt reshard before the "
-            "conversion"
+            "megatron can load this optimizer only if the new layout chains optimizers as the converted one does: with "
+            "expert parallelism, one for dense parameters and one for experts; without, one for both. To begin or end "
+            "expert parallelism, run mcore-ckpt reshard with another --ep before the conversion"
         )
         if any(name.endswith("_extra_state") and is_expert(name) for name in reader.manifest.tensors):
             notes.append("the _extra_state of experts is not converted, so their FP8 amax history begins anew")

@@ -1,4 +1,7 @@
-"""Finds out how much space is free below a root, and how many saves fit. Saves are refused by the same rules."""
+"""Finds out how much space is free below a root, and how many saves fit.
+
+The results agree with the check before each save, because both come from `io/disk_space.py`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class FreeSpace:
             word = "save" if self.saves == 1 else "saves"
             more = f", and {size_text(self.passing)} more until it is committed" if self.passing else ""
             text += f": {self.saves} more {word} like step {self.step} ({size_text(self.taken.nbytes)}{more})"
-        return text if self.disk.is_certain else f"{text}, or more, because files may take less space on the disk"
+        if self.disk.is_certain:
+            return text
+        return f"{text}, or more if the disk stores files in less space than their size"
 
 
 def free_space(root: Path) -> FreeSpace:
@@ -80,13 +85,13 @@ def finding_of_space(space: FreeSpace) -> Finding:
     too_little = Severity.BAD if is_certain else Severity.RISK
     if space.nbytes == 0:
         cost = "no checkpoint can be saved" if is_certain else "saves may fail"
-        return Finding(FREE_SPACE, too_little, "no byte is free", cost, "free space", values)
+        return Finding(FREE_SPACE, too_little, "no byte is free", cost, "delete files, or use another disk", values)
     if space.saves is not None and space.saves < 2:
         severity = too_little if space.saves == 0 else Severity.RISK
         which = "the next save" if space.saves == 0 else "the save after the next one"
         cost = f"{which} fails" if is_certain else f"{which} may fail"
         advice = (
-            "free space, or set max_to_keep (an old step is deleted only after the new step is committed, so there "
+            "delete files, or set max_to_keep (an old step is deleted only after the new step is committed, so there "
             "must be space for both)"
         )
         return Finding(FREE_SPACE, severity, str(space), cost, advice, values)

@@ -153,4 +153,4 @@ def _check_space(root: Path, nbytes: int) -> None:
     amount = space.taken_by(Need((nbytes,)))
     limit = space.shortage(amount)
     if limit is not None and space.is_certain:
-        raise NoRoomError(f"{root}: {limit.describe(amount)}: free space, or use smaller sizes")
+        raise NoRoomError(f"{root}: {limit.describe(amount)}: delete files, or use smaller sizes")
