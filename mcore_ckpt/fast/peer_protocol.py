@@ -43,7 +43,7 @@ class HandshakeError(OSError):
 
 
 def answer_time_s(nbytes: int) -> float:
-    """Returns how long an answer of so many bytes may take in addition to the time for its first byte."""
+    """Returns how many seconds an answer of `nbytes` may take after its first byte."""
     return nbytes / LEAST_BYTES_PER_S
 
 
@@ -65,9 +65,10 @@ def receive_into(connection: socket.socket, memory: memoryview, deadline: float)
 
 
 def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Returns the next bytes of a connection. Takes memory only for bytes that have come, not for the announced size.
+    """Returns the next `nbytes` bytes of a connection. Raises like `receive_into`.
 
-    Raises like `receive_into`.
+    Allocates at most LEAST_BYTES_PER_S bytes at a time, as the bytes arrive, so that a peer cannot make this process
+    allocate memory for bytes that the peer never sends.
     """
     data = bytearray()
     while len(data) < nbytes:
@@ -78,7 +79,10 @@ def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
-    """Asks a client for its proof, and sends the server's proof. Returns False for a wrong proof. Raises OSError."""
+    """Asks a client for its proof. Answers with the server's proof, or with zeros if the client's proof is wrong.
+
+    Returns False if the client's proof is wrong. Raises OSError.
+    """
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     connection.sendall(_MAGIC + challenge)
     answer = receive(connection, _CHALLENGE_BYTES + len(_NO_PROOF), deadline)

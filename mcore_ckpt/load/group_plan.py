@@ -32,7 +32,7 @@ from mcore_ckpt.state.shards import ParameterState
 class PartGroups:
     """The param groups of one chained optimizer, as far as this rank knows them.
 
-    `candidates` has the numbers of the saved groups that may be the counterparts of these groups.
+    `candidates` has the numbers of the saved groups that may be counterparts of the run's groups.
     """
 
     live: tuple[LiveGroup, ...]
@@ -89,7 +89,7 @@ class GroupPlan:
         return outcome
 
     def complete(self, saved: Sequence[SavedPart], outcome: Record) -> tuple[SavedPart, ...]:
-        """Returns the saved state of the parts with the counterparts that rank 0 has found."""
+        """Returns `saved`, the state of each chained optimizer, with the counterparts that rank 0 has found."""
         return tuple(
             state if of_part is None else self._completed(state, of_part.keys, numbers, of_moments)
             for state, of_part, numbers, of_moments in zip(
@@ -120,9 +120,9 @@ def plan_groups(
 ) -> GroupPlan:
     """Finds the saved groups that this rank's parameters were in.
 
-    `optimizers` are the saved optimizers in the form of `common.pt`. For each live part, `keys` has the keys of its
-    groups, `by_part` its parameters on this rank, and `saved` its saved state. `locator` finds the names that
-    parameters have in the checkpoint.
+    `optimizers` are the saved optimizers in the form of `common.pt`. `parts` are the chained optimizers of the run. For
+    each of them, `keys` has the keys of its groups, `by_part` its parameters on this rank, and `saved` its saved state.
+    `locator` finds the names that parameters have in the checkpoint.
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []

@@ -42,7 +42,8 @@ class RopeFields:
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
     """Reads the rotary fields of transformers 5 (`rope_parameters`) or of 4 (`rope_theta`, `rope_scaling`).
 
-    Raises UnsupportedError if these fields differ between kinds of layers, or are not an object.
+    Raises UnsupportedError if `rope_parameters` or `rope_scaling` is not a JSON object, or differs between kinds of
+    layers.
     """
     fields = _fields(hf)
     if any(isinstance(value, Mapping) for value in fields.values()):
@@ -142,8 +143,8 @@ class Rope:
             kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
         if partial == self.default_partial == 1.0:
             partial = None
-        # The `mrope_` fields say how the coordinates of a position in an image divide the frequencies. GPTModel handles
-        # only text, so these fields stay as they are in `base`.
+        # The `mrope_` fields say which frequencies belong to which coordinate (time, height, width) of a position.
+        # GPTModel handles only text and has no such fields, so take them from `base`.
         of_images = {name: value for name, value in _fields(base).items() if name.startswith("mrope_")}
         return write_rope(kind, mcore["gpt.rotary_base"], partial, {**more, **of_images})
 
@@ -158,8 +159,8 @@ class MultimodalRope:
 
     transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". If
     `mrope_interleaved` is set (Qwen3-VL), the frequencies of time, height and width alternate. GPTModel cannot do that,
-    so Megatron-Bridge replaces GPTModel's `rotary_pos_emb`. The field `mrope_interleaved` stays as it is in
-    `config.json`.
+    so Megatron-Bridge replaces GPTModel's `rotary_pos_emb`. megatron's arguments do not have this field, so `to_hf`
+    takes it from the `config.json` that it is given as `base`.
 
     The attributes are transformers' defaults for theta, for the lengths of the three parts (None: transformers has no
     default), and for the rotated fraction of each head.

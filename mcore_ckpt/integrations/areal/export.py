@@ -111,7 +111,7 @@ def _finish(entry: Path, what: str, path: Path) -> None:
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a folder into place. An older folder is first removed as a whole, so that weights never mix."""
+    """Moves a folder into place. An older folder is first moved aside, and deleted last, so that weights never mix."""
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
