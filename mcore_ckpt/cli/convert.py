@@ -32,8 +32,8 @@ The result appears once it is complete.
 
 With CHECKPOINT and --format torch_dist, it converts a checkpoint of this package for another trainer: model, optimizer,
 LR scheduler, random states and counters, in the folders of the trainer that --layout names. The trainer resumes from
---output_path, under any parallel layout. A model with experts loads only into the same chain of optimizers: to change
-whether experts are divided, run reshard first."""
+--output_path, under any parallel layout. A model with experts loads only if both layouts have expert parallelism, or
+neither has it: otherwise, run reshard first."""
 
 EXAMPLES = (
     "convert --hf_model_path Qwen/Qwen3-0.6B --output_path checkpoints --tp 4 --pp 2",

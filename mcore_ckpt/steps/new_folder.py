@@ -93,7 +93,7 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
         return
     message = f"{path}: the files do not fit: {limit.describe(amount)}"
     if space.is_certain:
-        raise NoRoomError(f"{message}. Nothing has been written. Free space, or name another folder")
+        raise NoRoomError(f"{message}. Nothing has been written. Delete files, or name another folder")
     logger.warning("%s. The file system may store them in less space, so it is tried", message)
 
 

@@ -13,9 +13,9 @@ It is a lower bound, because CRCs, the manifest, the headers of the export and, 
 tokenizer's files are not known yet. The system's superuser may use reserved blocks and exceed quotas, as the kernel
 allows; soft quotas count when their grace period is over. The only signs of a deletion on another host are the name of
 the step and the growth of the space that was short. After a wait for deletions, the save checks its trainer lock once
-more. It takes the lock then if the disk had been too full for the lock's file. Before a refusal, the check looks for
-old steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that,
-the error names only the command that lists them.
+more, and takes the lock if the disk was too full for the lock's file before. Before a refusal, the check looks for old
+steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that, the
+error names only the command that lists them.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class SpaceWatch:
     def _warn_of_next(self, saved: Saved, space: DiskSpace, limit: Limit | None, amount: Amount) -> None:
         if self._foreseen.is_new(limit) and limit is not None:
             logger.warning(
-                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free space, "
-                "or keep fewer steps (max_to_keep); %s%s",
+                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Delete "
+                "files, or keep fewer steps (max_to_keep); %s%s",
                 saved.role_dir,
                 limit.describe(amount),
                 self._prune_shows(),
@@ -280,7 +280,7 @@ def _settled_space(
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
-    """True if one of the limits leaves more than at any earlier look. Notes in `most` the most that each has left.
+    """True if one of the limits leaves more than at any earlier look. Notes in `most` the most that each ever left.
 
     Any other change is no sign of a deletion, because on a shared disk other users also write and delete files.
     """

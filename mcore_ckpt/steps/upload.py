@@ -5,8 +5,9 @@ complete. After a file has arrived, its size in the store is compared with the m
 an MD5 of the file, this value is compared with the checksum of the sent bytes. If the ETag is not an MD5 (encryption,
 other stores), the file is read back.
 
-Local bytes are read once, in parts of 16 MiB. Memory holds a few parts for each of four files. Before the manifest is
-sent, one listing must show all files, because the store may have been tidied up while this process was suspended.
+Local bytes are read once, in parts of 16 MiB. Four files are sent at a time, and memory holds a few parts of each.
+Before the manifest is sent, one listing must show all files, because the store may have been tidied up while this
+process was suspended.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Upload:
         if shortage is not None:
             raise RemoteError(
                 f"{self._store.url_of(self.key)}: the checkpoint does not fit into the remote store: {shortage}. "
-                "Nothing has been sent, and the local checkpoint is intact. Free space there: the upload is "
+                "Nothing has been sent, and the local checkpoint is intact. Delete files there: the upload is "
                 "tried again after the next commit"
             )
 

@@ -146,7 +146,7 @@ class UploadQueue:
         if shortage is not None and not self._warned:
             logger.warning(
                 "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved "
-                "locally. Free space in the store",
+                "locally. Delete files in the store",
                 self._remote.store.url,
                 shortage,
             )

@@ -50,7 +50,7 @@ def unusable(root: Path, error: OSError) -> Finding:
     """Returns the finding that nothing can be written below the root, with the reason and advice."""
     advice = {
         errno.EROFS: "mount the file system with `rw`, or name another folder",
-        errno.ENOSPC: "free space or inodes, or name another folder",
+        errno.ENOSPC: "delete files, or name another folder",
         errno.EDQUOT: "delete files of this user, or ask for a larger quota",
         errno.EACCES: "allow the trainer's user to write here, or name another folder",
         errno.EPERM: "allow the trainer's user to write here, or name another folder",
