@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit, Ranges, merged
 
 @dataclass(frozen=True)
 class StepCommit:
-    """The place of a step among all commits: the largest number of its roles, and the branch of this number."""
+    """The place of a step among all commits: the largest commit number of its roles, and the branch of this number."""
 
     number: int
     branch: Ranges
@@ -46,9 +46,9 @@ class Position:
     """The place of one role's training among the commits.
 
     Attributes:
-        last: the largest number that is known.
-        of_role: the largest number of this role's commits. After a load, the commits of all roles that the role's steps
-            had at that time count, too.
+        last: the largest commit number that is known.
+        of_role: the largest number of this role's commits. After a load, the commits that other roles made to this
+            role's steps before the load count, too.
         parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """

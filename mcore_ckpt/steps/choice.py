@@ -29,7 +29,7 @@ NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def order_of(step: Weighed) -> tuple[int, int]:
-    """Returns a sort key by commit. If two trainers have chosen the same number, the step decides."""
+    """Returns a sort key by commit. If two steps have the same commit number, the step number decides."""
     return step.commit.number, step.step
 
 
@@ -182,7 +182,7 @@ def choose(
         return Choice((), tuple(last_first), tuple(roles))
 
     def is_passed_over(step: Step) -> bool:
-        # The step has no manifest that can be read, perhaps because its save is under way.
+        # Without claims, the step has no manifest that can be read, perhaps because its save is under way.
         if not step.claims:
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])

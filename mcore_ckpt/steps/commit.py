@@ -270,10 +270,10 @@ def discard(staging: Path) -> None:
 
 @contextmanager
 def taken_away(staging: Path) -> Iterator[Path]:
-    """Renames another process's staging folder while the `with` block removes it. Other folders keep their names.
+    """Renames another process's staging folder for a `with` block that removes the folder, and yields the new path.
 
-    A process that was taken for dead may come back, and must not put a half-removed folder into place. If the folder
-    cannot be removed, it gets its name back in the end.
+    Only a staging folder is renamed: its process was taken for dead, but may come back, and must not put a half-removed
+    folder into place. A folder that the block could not remove gets its name back in the end.
     """
     work, away = file_names.parse_work_dir(staging.name), staging
     if work is not None and work.purpose == "staging":

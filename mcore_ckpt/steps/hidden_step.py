@@ -3,11 +3,12 @@
 Between the last check and the rename, a trainer may open or commit a save in the step, or the step may be pinned. So
 the step is checked again after the rename, and gets its name back if anything has changed. Until the second check the
 step has `.owner.json`, so no other process removes the step as a leftover. A crash leaves the step where it was, or
-leaves a `.deleted-...` folder, which does not count as a step. The next start or `prune` removes that folder. A link in
-the place of a step stays: removing it would free nothing, and its target may belong to another run. The removal of
-leftovers does not follow links, either. If a role's folder is a link, a save replaces the link by a folder and leaves
-the target as it is. A step that cannot be deleted (protected, a mount point, another user's) stays whole. Other steps
-are still deleted.
+leaves a `.deleted-...` folder, which does not count as a step. The next start or `prune` removes that folder.
+
+A link in the place of a step stays: removing it would free nothing, and its target may belong to another run. The
+removal of leftovers does not follow links, either. If a role's folder is a link, a save replaces the link by a folder
+and leaves the target as it is. A step that cannot be deleted (protected, a mount point, another user's) stays whole.
+Other steps are still deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mcore_ckpt.steps.work_folders import replaced_checkpoints
 class HiddenStep:
     """A step under a hidden name.
 
-    `replaced` has the hidden paths of the checkpoints next to the step, by their earlier paths.
+    `replaced` maps the earlier path of each replaced checkpoint next to the step to its hidden path.
     """
 
     usual: Path

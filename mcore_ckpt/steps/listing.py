@@ -6,8 +6,8 @@ only a hint at a step that may be the newest.
 Some callers, such as `watch` and the update of the tracker at each save, cannot look at all steps each time, because
 that takes too long. For them a process looks at all steps once and remembers their numbers (`newest_complete`), and
 later looks only at steps that may have changed. The tracker alone is not enough, because a trainer may have died after
-its commit and before it moved the tracker. One change stays unseen until the next start: when another process saves a
-known step again just before it dies. `load` and `recover` look at all steps.
+its commit and before it moved the tracker. One change stays unseen until the next start: another process has saved a
+known step again and died right after that. `load` and `recover` look at all steps.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields lists of looks: first one list with the looks at all steps that are likely or unknown, then for each other
-    step a list with one look. The newest of the other steps comes first.
+    """Yields lists of looks at steps. The first list has all steps that are unknown or in `likely`.
 
-    If another process has saved a known step again, the look at the step shows it.
+    Each later list has one other step, the newest step first. If another process has saved a known step again, the look
+    at the step shows it.
     """
     own, known = below(listed.root), _known(listed.root, listed.folders)
     commits: dict[int, list[Commit | None]] = {}

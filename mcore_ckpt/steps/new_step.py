@@ -172,7 +172,7 @@ class NewStep:
     def _unread(self) -> Iterator[None]:
         """Raises LockedError if a role that would be replaced is being read, or a training goes on from it.
 
-        During the `with` block, nobody can begin to do so.
+        During the `with` block, nobody can begin to read these roles or to go on from them.
         """
         role_dirs = map(self.role_dir, self._roles)
         replaced = [role_dir for role_dir in role_dirs if (role_dir / file_names.MANIFEST_FILE).exists()]

@@ -29,7 +29,7 @@ from mcore_ckpt.steps.worth import Lack, Weighed
 
 logger = logging.getLogger(__name__)
 
-# Positions in the manifest's list of files, as inclusive runs.
+# Positions in the manifest's list of files, as ranges `(first, last)` that include `last`.
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -37,7 +37,8 @@ Runs = tuple[tuple[int, int], ...]
 class HeldRole:
     """The files of a role's checkpoint that one node has.
 
-    If the node has not committed the checkpoint, the files are in its staging folder. `has` has their positions.
+    If the node has not committed the checkpoint, the files are in its staging folder. `has` has the positions of these
+    files.
     """
 
     head: ManifestSummary
@@ -219,8 +220,8 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
     """Returns the whole checkpoints of a role that survive the loss of the largest number of nodes.
 
-    These have `replicas` copies of each file. If no checkpoint has so many, because nodes were lost or died before
-    their copies were complete, the checkpoints with the most copies are returned.
+    These are the checkpoints with `replicas` copies of each file. If none has so many copies, because nodes were lost
+    or died before their copies were complete, these are the checkpoints with the most copies.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))

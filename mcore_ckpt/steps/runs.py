@@ -1,8 +1,9 @@
 """Determines which run a root belongs to, so that the checkpoints of two runs never mix.
 
-The first save writes a small file with the identity of the run into the root. Each manifest and the remote store have
-the identity, too. A checkpoint of another run is never loaded unless the user names it, never replaced and never
-deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides for all places.
+The first save writes a small file, `.run.json`, with the identity of the run into the root. Each manifest and the
+remote store have the identity, too. A checkpoint of another run is never loaded unless the user names it, never
+replaced and never deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides for
+all places.
 
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
@@ -19,7 +20,7 @@ run, with the copied steps as its own. See docs/architecture.md.
 - New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved these steps,
   the new root takes them over, and a warning names their run, because the earlier root may only have been moved. A root
   at another path does not take the steps over, because a new training that names the store of an old training by
-  mistake looks just the same. To continue the old training there, copy the store's `.run.json`.
+  mistake looks just the same. To continue the old training there, copy the store's `.run.json` into the root.
 - The first upload to a store claims the store, by writing a copy of `.run.json` into it. If two runs claim a store at
   once, both read the file back, and the second run stops. The uploads of the second run until then have its id, so the
   first run leaves them alone.
@@ -195,7 +196,7 @@ def settle(
     Args:
         home: the folder that has the file: the root, or one in a node's folder if nothing is saved to the root.
         root: the root.
-        heads: the summaries of the manifests in these folders.
+        heads: the summaries of the manifests in the root and on this node.
         took_over: the run of a store or of nodes, if the training goes on from there; None otherwise.
         parent: the step of another run that was loaded, if the training goes on from there.
     """
