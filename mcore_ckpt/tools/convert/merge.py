@@ -85,6 +85,7 @@ class MergeRequest:
             written alone, in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's merger, and
             "merge" for all other checkpoints.
         lora_alpha: the alpha of the adapters, whatever the checkpoint says; None for the checkpoint's own alpha.
+        force: True to replace a HuggingFace model that is in `target`.
     """
 
     source: Path

@@ -240,7 +240,7 @@ class AdapterMerge:
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
-    """Returns the tensor under the names in the checkpoint's `weights`; None if these lack some of the tensor's values.
+    """Returns the tensor with the values of the checkpoint's `weights`; None if these lack some of the tensor's values.
 
     In a checkpoint of adapters, `weights` are tensors that were trained in full, and buffers that training changes.
     """

@@ -56,8 +56,9 @@ def convert_for_trainer(
 ) -> TrainerConversionReport:
     """Writes a step into `root`, so that another trainer can go on from it. Every process must call this function.
 
-    The step loads under any parallel layout with the same chain of optimizers (dense, or dense and expert). Its folder
-    appears when it is complete, and then the tracker names it. Each process needs a few times SCATTER_BYTES of memory.
+    The step loads under any parallel layout that chains optimizers in the same way: one for all parameters or, with
+    expert parallelism, one for dense parameters and one for experts. The step's folder appears when it is complete, and
+    then the tracker names the step. Each process needs a few times SCATTER_BYTES of memory.
 
     Args:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).

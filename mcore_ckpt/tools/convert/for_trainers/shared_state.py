@@ -241,7 +241,7 @@ def parts_left_out(reader: NativeReader) -> str | None:
 
 
 def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
-    """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get everything.
+    """Returns a sentence on the keys of `extra_state` that other trainers do not get; None if they get everything.
 
     `extra` has the keys that are converted.
     """

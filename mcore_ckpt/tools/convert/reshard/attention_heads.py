@@ -15,8 +15,8 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 
-# For each weight that tensor parallelism cuts: its kinds of heads. For each kind: the fact and the field of config.json
-# that state the number of heads.
+# Maps each weight that tensor parallelism cuts to its kinds of heads, and each kind to the fact and the field of
+# config.json that state the number of heads.
 _HEADS = {
     "linear_qkv.weight": {
         "attention heads": ("num_attention_heads", "num_attention_heads"),
