@@ -46,7 +46,8 @@ class ListedStep:
             have all files.
         created: when the step was saved (ISO 8601, UTC); empty if no role is committed.
         places: where the step is complete: "local", "remote" or both. An incomplete step below the root has "local".
-        of_nodes: for a partial step, which files are here; of several roles, the one that lacks the most files counts.
+        of_nodes: for a partial step, which files are here. If several roles are partial, these are the files
+            of the role with the smallest share of nodes whose files are all here.
         saves: the saves of this step that have not committed. Saves of a complete step are looked for only if the step
             is the newest, or if the list has only the last few steps.
         abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an

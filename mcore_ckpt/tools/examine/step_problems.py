@@ -1,8 +1,8 @@
 """Finds problems of whole steps and of the tracker, even while trainers save there.
 
 A single look can find a step that lacks a role because the role's commit is still to come, a tracker that is about to
-be updated, or half of a step that retention is deleting. A moment later, all of these are in order. So a
-fault counts as a problem only if later looks show it again, and if no living trainer could be about to mend it.
+be updated, or half of a step that retention is deleting. A moment later, all of these are in order. So a fault counts
+as a problem only if later looks show it again, and if no living trainer could be about to mend it.
 """
 
 from __future__ import annotations

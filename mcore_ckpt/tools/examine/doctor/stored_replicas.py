@@ -1,8 +1,7 @@
 """Compares replicated tensors in the newest checkpoint.
 
-Each tensor-parallel rank stores the tensors that tensor parallelism replicates.
-
-Data-parallel replicas are stored only once. So only the training itself can compare them: each save compares some of
+Each tensor-parallel rank stores the tensors that tensor parallelism replicates, so this module can compare them.
+Data-parallel replicas are stored only once, so only the training itself can compare these: each save compares some of
 them, or all with `verify_replicas=True`.
 """
 
