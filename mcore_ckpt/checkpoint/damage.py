@@ -108,7 +108,7 @@ def _locate(role_dir: Path, file: FileRecord) -> list[Damage]:
 
 
 def _bad_blocks(path: Path, file: FileRecord, shard: StoredShard) -> Iterator[Damage]:
-    """Yields one `Damage` for each run of consecutive damaged blocks of a tensor."""
+    """Yields one `Damage` for each group of consecutive damaged blocks of a tensor."""
     assert shard.crc32 is not None, "a file that has an index has CRCs"
     found = block_crcs(path, shard.offset, shard.nbytes, BLOCK_BYTES)
     bad = [number for number, (crc, wanted) in enumerate(zip(found, shard.crc32, strict=True)) if crc != wanted]

@@ -33,18 +33,18 @@ _CHECKSUM_KEY = b',"crc32":'
 _ENTRIES = 512
 # Triples (member, text, bytes): each occurrence of `text` in the member counts as `bytes` bytes. A large manifest is
 # refused if the sum is larger than the manifest, because its Python objects would take more than five times the size of
-# the manifest. The texts stand for files, for the names of tensors and nodes (two quotes each), and for the numbers of
-# nodes. The file of a part has the shortest entry: 80 bytes with the shortest names.
+# the manifest. The texts stand for files, for the names of tensors and nodes (two quotes each), and for node numbers. A
+# file of a part of the step has the shortest entry: 80 bytes with the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
-# The value of `Holds._count` if the runs do not ascend.
+# The value of `Holds._count` if the ranges do not ascend.
 _OUT_OF_ORDER = -1
 
 
 class Holds(Sequence[tuple[int, int]]):
-    """The tensors in a file: runs `(first, last)` of positions in the manifest's `tensors`, `last` included.
+    """The tensors in a file: ranges `(first, last)` of positions in the manifest's `tensors`, which include `last`.
 
-    A run takes 8 bytes of memory. The runs do not change, so the number of tensors in them and their JSON text are
+    A range takes 8 bytes of memory. The ranges do not change, so the number of tensors in them and their JSON text are
     computed only once for all saves.
     """
 
@@ -57,7 +57,7 @@ class Holds(Sequence[tuple[int, int]]):
 
     @staticmethod
     def of(positions: Iterable[int]) -> Holds:
-        """Returns a `Holds` with the runs that some positions make up."""
+        """Returns a `Holds` with the ranges that some positions make up."""
         found = Holds()
         found.ends.fromlist(ends_of_runs(positions))
         return found
@@ -88,7 +88,7 @@ class Holds(Sequence[tuple[int, int]]):
     def count_of(self, tensors: int) -> int | None:
         """Returns the number of tensors in the file. `tensors` is the number of all tensors in the manifest.
 
-        Returns None if the runs do not ascend, or if a position is not below `tensors`.
+        Returns None if the ranges do not ascend, or if a position is not below `tensors`.
         """
         if not self.ends:
             return 0
@@ -101,7 +101,7 @@ class Holds(Sequence[tuple[int, int]]):
 
     @property
     def text(self) -> msgspec.Raw:
-        """The runs as JSON. Raises FieldError if the JSON would be decoded to other runs."""
+        """The ranges as JSON. Raises FieldError if the JSON would be decoded to other ranges."""
         if self._text is None:
             text = typed_json.encode(list(self))
             if _decoded(text) != self:
@@ -207,7 +207,7 @@ def _holds_of(entry: Entry, known: dict[bytes, Holds]) -> Holds:
 
 
 def _decoded(text: bytes) -> Holds:
-    """Decodes a `holds` without making a list for each of its runs."""
+    """Decodes a `holds` without making a list for each of its ranges."""
     if text == b"[]":
         return NO_TENSORS
     runs = text.count(b"],[") + 1

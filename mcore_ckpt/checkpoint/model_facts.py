@@ -236,7 +236,7 @@ _TOLERANCE = 1e-6
 class DifferentFact:
     """A fact in which a checkpoint's model and another model differ.
 
-    `may_change`: whether the fact may differ on purpose, for a longer context.
+    `may_change`: whether the fact may differ on purpose, such as for a longer context.
     """
 
     name: str

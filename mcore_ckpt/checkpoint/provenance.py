@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt.io import json_fields as fields
 
-# Numbers of commits, as inclusive ranges that ascend.
+# Commit numbers, as ascending ranges `(first, last)` that include `last`.
 Ranges = tuple[tuple[int, int], ...]
 # The largest number of ranges in a commit's branch. If a training goes back more often, its oldest ranges are dropped.
 MOST_RANGES = 256

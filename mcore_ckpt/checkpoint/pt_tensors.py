@@ -33,8 +33,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 
-# The pattern does not match quantized dtypes, which need scales. Neither does it match dtypes of less than one
-# byte, because torch (2.13) cannot compute with these.
+# The pattern leaves out quantized dtypes, which need scales, and dtypes of less than one byte, with which torch (2.13)
+# cannot compute.
 _DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
 _FLAGS = ("conj", "neg")

@@ -1,4 +1,4 @@
-"""Describes when each rank did each part of a save.
+"""Describes when each rank was in each phase of a save.
 
 The timeline is the member `save_timeline` of the manifest (docs/format.md).
 """
@@ -18,7 +18,7 @@ from mcore_ckpt.io.typed_json import Natural
 
 # A start and an end, in microseconds.
 Span = tuple[int, int]
-# The starts and the ends of one part of a save, by world rank.
+# The starts and the ends of one phase of a save, by world rank.
 Spans = tuple[Sequence[int], Sequence[int]]
 
 _PARTS = ("plan", "copy", "write")
@@ -30,7 +30,7 @@ class SaveTimeline:
 
     Attributes:
         nbytes: how many bytes each rank wrote, without its part of the HuggingFace model.
-        plan, copy, write: when each rank did this part of the save.
+        plan, copy, write: when each rank was in this phase of the save.
         commit: the time from rank 0's last written byte until rank 0 had made the manifest. The manifest cannot contain
             the times of the last steps of a commit: writing the manifest, the syncs and the rename.
         export: when each rank exported its part of the HuggingFace model; None without `hf_model`.

@@ -36,8 +36,8 @@ LOCATOR_64_SIGNATURE = 0x07064B50
 END = struct.Struct("<IHHHHIIH")
 END_SIGNATURE = 0x06054B50
 
-# If a record's local header has this flag, a data descriptor follows the record's bytes. It begins with a signature and
-# the CRC-32.
+# If a record's local header has this flag, a data descriptor follows the record's bytes. The descriptor begins with a
+# signature and the CRC-32.
 DESCRIPTOR_FLAG = 0x8
 DESCRIPTOR_SIGNATURE = 0x08074B50
 DESCRIPTOR_CRC_OFFSET = 4
