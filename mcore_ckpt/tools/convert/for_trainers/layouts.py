@@ -315,9 +315,9 @@ def _notes(
         notes.append(f"the checkpoint was resharded and has a seed but no random states: start with {without_rng}")
     if any(is_expert(name) for name in reader.manifest.tensors):
         notes.append(
-            "megatron can load this optimizer only if the new layout chains optimizers as the converted one does: with "
-            "expert parallelism, one for dense parameters and one for experts; without, one for both. To begin or end "
-            "expert parallelism, run mcore-ckpt reshard with another --ep before the conversion"
+            "megatron can load the optimizer only under a layout that chains optimizers as the converted checkpoint "
+            "does: one for dense parameters and one for experts (with expert parallelism), or one for both (without). "
+            "To change this, run mcore-ckpt reshard with another --ep before the conversion"
         )
         if any(name.endswith("_extra_state") and is_expert(name) for name in reader.manifest.tensors):
             notes.append("the _extra_state of experts is not converted, so their FP8 amax history begins anew")
