@@ -122,7 +122,7 @@ def what_is(path: Path) -> PathInfo:
     above = {*Path(os.path.abspath(path)).parents, *path.resolve().parents}
     is_above = bool(roots) and Path(os.path.abspath(roots[0])) in above
     if kind is not None:
-        advice = _advice(kind, path) + (f"; the folder of all steps is {roots[0]}" if is_above else "")
+        advice = _advice(kind, path) + (f"; all steps are in {roots[0]}" if is_above else "")
         return PathInfo(path, kind, _words(kind), advice, roots if is_above else ())
     if roots:
         one = f"the steps are in {roots[0]}: name that folder"
