@@ -222,8 +222,9 @@ class CheckpointManager:
                 metrics of rank 0 count. A metric that is not finite counts as missing, with a warning.
                 `mcore_ckpt.set_metrics` adds metrics that are known only later.
             prepared: a function that rank 0 calls once the save to the root is sure to begin: the trainer lock is held,
-                and the files fit. Nothing has been written yet. If the function raises, all ranks raise. With a fast
-                tier, rank 0 calls it before the step is copied to the root.
+                and the files fit. Nothing has been written yet. The save does not return before the function does, not
+                even with `async_save`. If the function raises, all ranks raise. It may run on another thread. With a
+                fast tier, rank 0 calls it before the step is copied to the root.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, the

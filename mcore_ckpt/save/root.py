@@ -50,6 +50,9 @@ class Root:
     def open(
         self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
     ) -> Place:
+        # A slow file system must not hold up an asynchronous save. But what `prepared` does must have happened when the
+        # save returns: the caller goes on from it.
+        may_be_late = self._trainer.config.async_save and saving.prepared is None
         attempt = open_together(
             self._trainer.agreement,
             topic,
@@ -60,7 +63,7 @@ class Root:
             need,
             parts,
             folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
-            patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
+            patience_s=deadlines.DISK_PATIENCE_S if may_be_late else math.inf,
             skips=self._trainer.config.if_busy == "skip",
         )
         return PlaceInRoot(self._context, saving, attempt)

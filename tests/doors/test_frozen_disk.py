@@ -1,6 +1,7 @@
 """A file system that is frozen while a manager saves and loads: nothing waits for ever, and all is well afterwards."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,18 @@ def test_an_async_save_returns_whatever_the_disk_does(disk: Path, monkeypatch: p
     training.manager.save(4).wait(LONG_S)
     training.close()
     assert verify(disk / "run").is_sound
+
+
+def test_a_save_returns_after_what_prepares_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller goes on from that: a driver commits its role, for example, which must not be undone later."""
+    monkeypatch.setattr(deadlines, "DISK_PATIENCE_S", 0.0)
+    training = Training(tmp_path / "run", async_save=True)
+    slow, called = threading.Event(), []
+    threading.Timer(0.2, slow.set).start()
+    handle = training.manager.save(1, prepared=lambda: called.append(slow.wait(LONG_S)))
+    assert called == [True]
+    handle.wait(LONG_S)
+    training.close()
 
 
 def test_a_load_fails_and_succeeds_after_the_thaw(disk: Path) -> None:
