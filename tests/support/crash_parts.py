@@ -53,7 +53,7 @@ class RankParts:
         attached.attach(part_of("prompts", _writing(version, agreement.rank), None, False))
         config = SimpleNamespace(timeout_s=agreement.timeout_s, async_save=False)
         trainer = SimpleNamespace(parts=attached, agreement=agreement, root=root, config=config, gpu=None)
-        self._files = PartFiles(trainer, agreement.runner, {})  # type: ignore[arg-type]
+        self._files = PartFiles(trainer, agreement.runner, {}, [])  # type: ignore[arg-type]
 
     def capture(self, attempt: Attempt) -> None:
         self._files.capture(attempt)
