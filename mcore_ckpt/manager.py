@@ -303,7 +303,14 @@ class CheckpointManager:
         self._check_process()
         self._trainer.parts.detach(name)
 
-    def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
+    def load(
+        self,
+        *,
+        step: int | None = None,
+        path: str | Path | None = None,
+        verify: str = "read",
+        check_extra: Callable[[Mapping[str, Any] | None], object] | None = None,
+    ) -> LoadResult:
         """Loads the contents that `load_contents` names. Every rank calls it.
 
         Args:
@@ -314,6 +321,9 @@ class CheckpointManager:
                 files of the checkpoint are checked first, even of files that no rank needs, so that a damaged
                 checkpoint changes nothing. "off": no CRC of a tensor is checked, only sizes, indexes and small files.
                 Checkpoints of other programs have no CRCs, so `verify` makes no difference for them.
+            check_extra: a function that is called with this rank's extra state (None if there is none) before anything
+                changes. It may run on another thread. If it raises a CheckpointError on one rank, all ranks raise it.
+                It is not called for a checkpoint of another program.
 
         Returns:
             The step, the extra state that this rank gave to `save`, and a report.
@@ -344,7 +354,7 @@ class CheckpointManager:
             events = LoadEvents(self._delivery, self._trainer.role, self._trainer.agreement.rank)
             with self._settings(), events.telling_of_failure(step, folder or self._trainer.root):
                 result = load_state(
-                    self._trainer, self._remote, step, folder, failure, verify, self._tier, self._loaded
+                    self._trainer, self._remote, step, folder, failure, verify, self._tier, self._loaded, check_extra
                 )
             events.loaded(result)
             return result

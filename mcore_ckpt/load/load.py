@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
@@ -68,6 +69,7 @@ def load_state(
     verify: str = "read",
     tier: NodeTier | None = None,
     loaded: Callable[[Manifest, Path | str], None] = lambda manifest, place: None,
+    check_extra: Callable[[Mapping[str, Any] | None], object] | None = None,
 ) -> LoadResult:
     """Loads the newest complete checkpoint, or the one that `step` or `path` names.
 
@@ -84,6 +86,7 @@ def load_state(
         tier: this rank's part of the fast tier; None without one.
         loaded: a function to call once a native checkpoint is loaded, with the checkpoint's manifest, and with its
             folder or URL.
+        check_extra: see `CheckpointManager.load`.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
@@ -110,7 +113,7 @@ def load_state(
                 # Plan, and check together. Nothing changes before all ranks know that the checkpoint fits.
                 if verify == "full":
                     _verify_together(trainer, folder)
-                plan = _plan_together(trainer, folder, verify, frozenset(found["loaded_parts"]))
+                plan = _plan_together(trainer, folder, verify, frozenset(found["loaded_parts"]), check_extra)
                 # Fill. If only the weights in huggingface/ are loaded, nothing changes before `load_hf` has checked
                 # them, so `changed` need not be set here.
                 changed = changed or trainer.config.load_contents != ("hf_model",)
@@ -309,7 +312,13 @@ def _verify_share(trainer: Trainer, folder: Folder, files: Sequence[FileRecord])
         raise CheckpointCorruptError(damages[0].problem + more)
 
 
-def _plan_together(trainer: Trainer, folder: Folder, verify: str, loaded_parts: Set[str]) -> LoadPlan:
+def _plan_together(
+    trainer: Trainer,
+    folder: Folder,
+    verify: str,
+    loaded_parts: Set[str],
+    check_extra: Callable[[Mapping[str, Any] | None], object] | None,
+) -> LoadPlan:
     def plan() -> tuple[LoadPlan, Record]:
         if trainer.config.load_replicas == "broadcast":
             refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
@@ -325,6 +334,8 @@ def _plan_together(trainer: Trainer, folder: Folder, verify: str, loaded_parts: 
                 "load_contents"
             )
         own = plan_load(trainer, folder, loaded_parts)
+        if check_extra is not None:
+            check_extra(own.extra_state)
         if _takes_hf_weights(trainer):
             exported = own.manifest.files_of("huggingface")
             folder.check(exported)
