@@ -25,6 +25,7 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CommitError,
+    InvalidArgumentError,
     UnsupportedError,
 )
 from mcore_ckpt.integrations import megatron as drop_in
@@ -630,9 +631,23 @@ def test_the_data_loaders_state_under_another_data_parallel_size(
         with everywhere():
             assert isinstance(found, classes["SavableDataLoaderState"])
             assert repr(found.worker_states) == repr([state.worker_states[0] for state in states])
-        Loop(loop.training, arguments(roots["plain"])).load()
-        with everywhere(), pytest.raises(CheckpointMismatchError, match=r"of 2 data-parallel ranks, and this .* has 1"):
-            drop_in.loaded_dataloader_state()
+        before = snapshot(loop.training)
+        plain = Loop(loop.training, arguments(roots["plain"]))
+        for message in raised_everywhere(CheckpointMismatchError, error_of(plain.load)):
+            assert "of 2 data-parallel ranks, and this training has 1" in message
+            assert "configure(other_data_size='begin_anew')" in message
+        assert_same(snapshot(loop.training), before)
+        for rule, wanted in {"begin_anew": None, "as_saved": {"rank": 0, "at": 7}}.items():
+            drop_in.configure(plain.args, config=CONFIG, other_data_size=rule)
+            plain.load()
+            with everywhere():
+                assert drop_in.loaded_dataloader_state() == wanted
+
+
+@pytest.mark.world(1)
+def test_a_rule_for_other_data_sizes_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"other_data_size is 'anew'.*'begin_anew'"):
+        drop_in.configure(SimpleNamespace(), other_data_size="anew")
 
 
 @pytest.mark.world(2)

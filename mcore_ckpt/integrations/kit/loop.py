@@ -154,6 +154,7 @@ class LoopCheckpoints:
         check: Callable[[], None] = lambda: None,
         choose_step: Callable[[Path], int | None] = lambda root: None,
         find_theirs: FindTheirs = megatron_checkpoint,
+        check_state: Callable[[Mapping[str, Any]], object] = lambda state: None,
     ) -> Loaded | None:
         """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`.
 
@@ -167,6 +168,8 @@ class LoopCheckpoints:
             choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
                 Only rank 0 calls it.
             find_theirs: finds a checkpoint in the framework's own format.
+            check_state: a function to call with the saved `state` before anything changes, unless the load is the
+                start of a finetuning or has no such state. If it raises on one rank, all ranks raise.
 
         Returns None if there never was a checkpoint.
 
@@ -209,9 +212,16 @@ class LoopCheckpoints:
             return None
         if found["folder"] != str(args[load_arg]):
             args["finetune"] = True  # as Megatron-LM does, because other code reads this argument later
-        return self._load(found, args, config, training)
+        return self._load(found, args, config, training, check_state)
 
-    def _load(self, found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
+    def _load(
+        self,
+        found: dict[str, Any],
+        args: Arguments,
+        config: CheckpointConfig,
+        training: Training,
+        check_state: Callable[[Mapping[str, Any]], object],
+    ) -> Loaded:
         config = args.loading(config, training.optimizer is not None)
         if found["folder"] != str(args["save"]):
             config = replace(config, fast=None)
@@ -228,11 +238,17 @@ class LoopCheckpoints:
         generators = read_rng()
         # With `finetune`, the training begins at iteration 0, and the data of another run does not belong to it.
         with_parts = not args["finetune"]
+
+        def check_extra(extra: Mapping[str, Any] | None) -> None:
+            if not args["finetune"] and extra is not None and _KEY in extra:
+                check_state(extra[_KEY])
+
         with self._kept.loader(found["folder"], training.arguments(), config, with_parts) as manager:
             if theirs is not None and args["verify_integrity"]:
                 check_integrity(theirs)
             verify = "full" if args["verify_integrity"] else "read"
-            result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
+            path = theirs or found.get("path")
+            result = manager.load(step=found.get("step"), path=path, verify=verify, check_extra=check_extra)
         state = found["state"] if theirs is not None else _state_of(result)
         if theirs is None and (keeps_rng or state["no_save_rng"]):
             # The load of `extra`, which has the counters, has also replaced the random states. Put the old ones back.

@@ -15,15 +15,15 @@ the argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointManager, SavedPart, SaveHandle, ShardedPosition
+from mcore_ckpt import CheckpointManager, SavedPart, SaveHandle
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointMismatchError, InvalidStateError, UnsupportedError
+from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 
 try:
     import megatron.core  # noqa: F401
@@ -33,6 +33,7 @@ except ImportError as error:
 from mcore_ckpt.integrations import energon
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, LoopSettings, Training, restore_counters
+from mcore_ckpt.integrations.megatron.loaded_data import LoadedData, check_rule
 from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
@@ -47,6 +48,7 @@ class _Settings(LoopSettings):
     """The arguments of `configure`, which describes them."""
 
     args: Any = None
+    other_data_size: str = "refuse"
 
     def training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:
         chunks = list(model) if isinstance(model, Sequence) else [model]
@@ -76,35 +78,10 @@ class _Settings(LoopSettings):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _LoadedData:
-    """The data loader's state of a checkpoint, and the data-parallel sizes at the save and at the load.
-
-    `saved` is None if the checkpoint does not say its size.
-    """
-
-    state: Any = None
-    saved: int | None = None
-    now: int = 1
-
-    def for_rank(self) -> Any:
-        """See `loaded_dataloader_state`."""
-        if isinstance(self.state, ShardedPosition):
-            return energon.state_of(self.state) if self.state.kind == "energon" else self.state
-        if self.state is not None and self.saved not in (None, self.now):
-            raise CheckpointMismatchError(
-                f"the checkpoint has the data loader's state of {self.saved} data-parallel ranks, and this training "
-                f"has {self.now}, which would skip some samples and repeat others: resume with {self.saved}, or do not "
-                "restore the data loader, so that it begins anew. Other sizes work if save_state returns Energon's "
-                "state or an mcore_ckpt.ShardedPosition"
-            )
-        return self.state
-
-
 _settings = _Settings()
 _checkpoints = LoopCheckpoints()
 _bank: RolloutBankPart | None = None
-_loaded_data = _LoadedData()
+_loaded_data = LoadedData()
 
 
 def configure(
@@ -114,6 +91,7 @@ def configure(
     role: str = "actor",
     hf_config: Any = None,
     processing_class: Any = None,
+    other_data_size: str = "refuse",
 ) -> None:
     """Sets the options that Megatron's arguments lack. Call it once on every rank, before the first save or load.
 
@@ -128,15 +106,23 @@ def configure(
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
             and sets which steps stay (if it has `save_retain_interval`).
         role, hf_config, processing_class: see CheckpointManager.
+        other_data_size: what `load_checkpoint` does if the data loader's state does not fit this data-parallel size.
+            "refuse": it raises CheckpointMismatchError before anything changes. "begin_anew": it loads the rest, and
+            `loaded_dataloader_state` returns None. "as_saved": `loaded_dataloader_state` returns plain values and a
+            ShardedPosition as a rank saved them, for loops that can divide them, or need not; Energon's state is
+            refused.
+
+    Raises InvalidArgumentError: `other_data_size` has another value.
 
     Example:
         >>> from types import SimpleNamespace
         >>> configure(SimpleNamespace(save="checkpoints", load="checkpoints"))
     """
+    check_rule(other_data_size)
     global _settings, _checkpoints, _bank
     _checkpoints.finalize(terminate=True)
     _checkpoints, _bank = LoopCheckpoints(), None
-    _settings = _Settings(config or CheckpointConfig(), role, hf_config, processing_class, args)
+    _settings = _Settings(config or CheckpointConfig(), role, hf_config, processing_class, args, other_data_size)
 
 
 def attach(
@@ -292,6 +278,8 @@ def load_checkpoint(
             `args.exit_on_missing_checkpoint` is set (Megatron-LM then exits with status 0) or
             `args.pretrained_checkpoint` names a second folder.
         UnsupportedError: an argument cannot be honoured.
+        CheckpointMismatchError: the data loader's state does not fit this data-parallel size (`other_data_size` of
+            `configure`), or the checkpoint does not fit the model. Nothing has changed.
         CheckpointError: see CheckpointManager.load.
     """
     args = _settings.arguments()
@@ -299,22 +287,27 @@ def load_checkpoint(
     refuse_other_kinds(False, False, rng_state_key_prefix)
     args.refuse_unsupported()
     training = _settings.training(ddp_model, optimizer, opt_param_scheduler)
+    dp, rule = training.layout()["dp"], _settings.other_data_size
+
+    def data_in(state: Mapping[str, Any]) -> LoadedData:
+        return LoadedData.of(state, dp, rule)
+
     loaded = _checkpoints.load(
         training,
         args,
         _settings.config,
         load_arg=load_arg,
         check=lambda: check_groups(training.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group),
+        check_state=lambda state: data_in(state).check(),
     )
     global _loaded_data
-    _loaded_data = _LoadedData()
+    _loaded_data = LoadedData()
     if loaded is None:
         return 0, 0
     if args["finetune"]:
         return 0, loaded.operations
     restore_counters(loaded, args)
-    saved = loaded.state.get("layout", {}).get("dp")
-    _loaded_data = _LoadedData(loaded.state.get("dataloader_state_dict"), saved, training.layout()["dp"])
+    _loaded_data = data_in(loaded.state).kept()
     return loaded.iteration, loaded.operations
 
 
@@ -344,8 +337,8 @@ def loaded_dataloader_state() -> Any:
     Megatron-LM writes the state below `args.dataloader_save`, in separate files, which can belong to another iteration
     than the weights. Here the state is part of the checkpoint.
 
-    Raises CheckpointMismatchError: the data-parallel size is another one than at the save, and the state is plain
-        values, or Energon's workers cannot be divided among so many ranks.
+    A state that does not fit the data-parallel size was refused by `load_checkpoint`; see `other_data_size` of
+    `configure`.
     """
     return _loaded_data.for_rank()
 
