@@ -33,6 +33,8 @@ JSON_FILES = {
     "stats_logger": "stats_logger_info.json",
     "checkpoint": "checkpoint_info.json",
 }
+# The first letters of the names of all files that have data loader states.
+_DATALOADER = "dataloader_info"
 STEP_FIELDS = ("epoch", "epoch_step", "global_step", "steps_per_epoch")
 
 
@@ -74,12 +76,13 @@ class Progress:
     size: int = 1
 
 
-def dataloader_file(rank: int, world: int) -> str:
+def dataloader_file(rank: int, world: int, dp: int, size: int) -> str:
     """Returns the name of the file that has one rank's data loader state.
 
-    Each rank has a file, because the positions can differ.
+    Each rank has a file, because the positions can differ. The name has the data-parallel place, so that a load under
+    another layout finds the file of a place in the manifest, and opens no other file.
     """
-    return "dataloader_info.pt" if world == 1 else f"dataloader_info_{rank:05d}.pt"
+    return f"{_DATALOADER}.pt" if world == 1 else f"{_DATALOADER}_{rank:05d}_dp{dp}_of{size}.pt"
 
 
 def encode(progress: Progress, rank: int) -> dict[str, bytes]:
@@ -130,7 +133,8 @@ def write(
             progress = read_now()
             state = to_stored(progress.dataloader, "dataloader.state_dict()")
             values = {"dataloader": state, "dp": progress.dp, "size": progress.size}
-            files.write_values(dataloader_file(files.rank, files.world_size), values)
+            name = dataloader_file(files.rank, files.world_size, progress.dp, progress.size)
+            files.write_values(name, values)
             if files.rank == 0:
                 for path, data in encode(progress, files.rank).items():
                     files.write(path, data)
@@ -163,7 +167,8 @@ def read(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
     Raises:
         CheckpointNotFoundError: nothing is committed in the folder.
         CheckpointCorruptError: a file is missing or damaged, or its contents do not fit its name.
-        CheckpointMismatchError: the data-parallel size has changed within an epoch, and `begins_anew` is not set.
+        CheckpointMismatchError: the data-parallel size has changed within an epoch, and `begins_anew` is not set. Only
+            rank 0 raises it, because otherwise each rank would open the files of all ranks. The caller tells the rest.
     """
     role = RoleReader(folder)
     values = {field: parse_json(role.read(name, JSON_BYTES), folder / name) for field, name in JSON_FILES.items()}
@@ -176,21 +181,33 @@ def read(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
 
 
 def _dataloader(role: RoleReader, place: Place, begins_anew: bool) -> Any:
-    others = []
-    # The rank's own file comes first. The others are read only if the layout has changed.
-    for rank in sorted(range(role.world_size), key=lambda saved: saved != place.rank):
-        name = dataloader_file(rank, role.world_size)
-        values, path = role.read_values(name), role.role_dir / name
-        if "dataloader" not in values:
-            raise CheckpointCorruptError(f"{path}: has no state of a data loader")
-        # Older files do not have the place: it is taken to be the same if as many ranks load.
+    world = role.world_size
+    files = [record.path for record in role.manifest.files if record.path.startswith(_DATALOADER)]
+    own_first = sorted(range(world), key=lambda saved: saved != place.rank)
+    wanted = [dataloader_file(rank, world, place.dp, place.size) for rank in own_first]
+    # The names of older files do not have the place.
+    wanted += [f"{_DATALOADER}_{rank:05d}.pt" for rank in own_first]
+    for name in filter(set(files).__contains__, wanted):
+        values, path = _values(role, name), role.role_dir / name
+        # The oldest files do not have the place at all: it is taken to be the same if as many ranks load.
         known = (values["dp"], values["size"]) if "size" in values else None
-        if known == (place.dp, place.size) or (known is None and role.world_size == place.world):
+        if known == (place.dp, place.size) or (known is None and world == place.world):
             return _opened(values["dataloader"], path)
-        others.append(_opened(values["dataloader"], path))
-    if not all(isinstance(state, Mapping) and state.get("_iterator_finished") is True for state in others):
-        refuse_position(f"{role.role_dir}", place, begins_anew)
+        if known is None or known[1] != place.size:
+            break  # because all ranks were saved with this size
+    # Only rank 0 opens the files of all ranks.
+    if place.rank == 0:
+        states = (_opened(_values(role, name)["dataloader"], role.role_dir / name) for name in files)
+        if not all(isinstance(state, Mapping) and state.get("_iterator_finished") is True for state in states):
+            refuse_position(f"{role.role_dir}", place, begins_anew)
     return None
+
+
+def _values(role: RoleReader, name: str) -> dict[str, Any]:
+    values = role.read_values(name)
+    if "dataloader" not in values:
+        raise CheckpointCorruptError(f"{role.role_dir / name}: has no state of a data loader")
+    return values
 
 
 def _opened(stored: Any, path: Path) -> Any:

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -556,9 +557,53 @@ def test_a_position_belongs_to_one_data_parallel_size(tmp_path: Path, capsys: py
         assert recover_info.read(roles[0], place).dataloader == within
     assert recover_info.read(roles[1], replicas).dataloader is None  # each loader begins the next epoch
     with pytest.raises(CheckpointMismatchError, match="this training has 2, which would skip"):
-        recover_info.read(roles[0], replicas)
+        recover_info.read(roles[0], replace(replicas, rank=0))  # it tells the others, which open no more files
     assert recover_info.read(roles[0], replace(replicas, rank=0), begins_anew=True).dataloader is None
     assert "the epoch begins anew" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step of several ranks, as `recover_info` reads it, and the data loaders' files that were opened."""
+
+    role_dir: Path
+    values: dict[str, dict[str, Any]]
+    opened: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.values)
+
+    @property
+    def manifest(self) -> Any:
+        return SimpleNamespace(files=[SimpleNamespace(path=name) for name in self.values])
+
+    def read_values(self, name: str) -> dict[str, Any]:
+        self.opened.append(name)
+        return self.values[name]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["now", "older"])
+def test_a_rank_opens_only_the_data_loader_that_is_its_own(tmp_path: Path, named: bool) -> None:
+    """Else 1,024 ranks would open up to a million files. Saved by 4 x 2 ranks, the tensor-parallel rank first."""
+    places = [(rank, rank // 2) for rank in range(8)]
+    values = {
+        recover_info.dataloader_file(rank, 8, dp, 4) if named else f"dataloader_info_{rank:05d}.pt": {
+            "dataloader": {"position": dp},
+            "dp": dp,
+            "size": 4,
+        }
+        for rank, dp in places
+    }
+    for rank in range(4):  # as many data-parallel ranks
+        seen = Seen(tmp_path, values)
+        assert recover_info._dataloader(seen, Place(rank, 4, rank, 4), False) == {"position": rank}  # type: ignore[arg-type]
+        assert len(seen.opened) == 1 or not named
+    seen = Seen(tmp_path, values)
+    assert recover_info._dataloader(seen, Place(7, 8, 7, 8), False) is None  # type: ignore[arg-type]
+    assert len(seen.opened) <= 1
+    with pytest.raises(CheckpointMismatchError, match="saved by other data-parallel ranks"):
+        recover_info._dataloader(seen, Place(0, 8, 0, 8), False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("shared", "mode"), [(None, 0o700), (True, 0o750)])

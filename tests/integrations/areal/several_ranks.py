@@ -80,7 +80,7 @@ def damaged(folder: Path, layout: Layout) -> None:
     """One rank's data loader: all say so, and none goes on alone."""
     (root,) = (folder / "run").glob("checkpoints/*/exp/trial/recover_info")
     (status,) = steps.complete_steps(root)
-    path = status.path / "recover_info" / "dataloader_info_00001.pt"
+    path = status.path / "recover_info" / "dataloader_info_00001_dp1_of2.pt"
     data = path.read_bytes()
     dist.barrier()
     if dist.get_rank() == 0:
