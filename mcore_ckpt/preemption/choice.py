@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mcore_ckpt.ranks import deadlines
+
 DURABLE, ON_NODES = "durable", "on the nodes"
 # The time that is reserved for a save, as a multiple of the time that it is expected to take.
 MARGIN = 1.25
 # How long a save, or a copy to the root, is assumed to take before the first one, in seconds.
 _UNKNOWN_S = 60.0
+# The time that is reserved for the choice itself, in seconds. Rank 0's time ends earlier than that of the other ranks.
+TO_CHOOSE_S = deadlines.EXTRA_WAIT_S + 1.0
+# The share of the remaining time that may pass before a save of unknown length begins.
+_SHARE_BEFORE_UNKNOWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,31 @@ class Times:
         return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
 
     @property
+    def is_known(self) -> bool:
+        """True if it is known how long a durable save takes."""
+        return self.given_s is not None or (self.commit_s is not None and self.drain_s is not None)
+
+    @property
     def reserve_s(self) -> float:
         """How long before the end of the training's time a durable save must begin, at the latest.
 
         At that time all nodes go, so a step that is only on the nodes is lost.
         """
         known_s = 0.0 if self.durable_s is None else self.durable_s * MARGIN
-        if self.given_s is None and (self.commit_s is None or self.drain_s is None):
-            return known_s + _UNKNOWN_S
-        return known_s
+        return known_s if self.is_known else known_s + _UNKNOWN_S
+
+
+def patience_before(left_s: float, takes_s: float | None, is_known: bool) -> float:
+    """Returns for how many seconds to wait for something, so that a save still fits afterwards.
+
+    Args:
+        left_s: how many seconds are left; infinite if that is unknown.
+        takes_s: how long the save takes, or a lower bound; None if nothing is known.
+        is_known: False if `takes_s` is a lower bound or None.
+    """
+    needed_s = (takes_s or 0.0) * MARGIN + TO_CHOOSE_S
+    share = 1.0 if is_known else _SHARE_BEFORE_UNKNOWN
+    return max(0.0, min(left_s - needed_s, left_s * share))
 
 
 def choose(

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mcore_ckpt.errors import CheckpointError, InvalidStateError
-from mcore_ckpt.preemption.choice import DURABLE, MARGIN, ON_NODES, Choice, Times, choose, least_safe
+from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, least_safe, patience_before
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.save_control import SaveControl
@@ -117,7 +117,7 @@ class LastSave:
 
     @property
     def _patience_s(self) -> float | None:
-        return None if self._ends_at == math.inf else max(0.0, self._left_s)
+        return _seconds_until(self._ends_at)
 
     def _end_saves_under_way(self) -> None:
         for background in (control.background for control in self._controls):
@@ -126,17 +126,20 @@ class LastSave:
                 # This failure is logged already, and must not keep the last save from beginning.
                 background.mark_failure_seen()
 
-    def _patience_before(self, takes_s: float | None) -> float | None:
-        """Returns how long to wait for something if a save that takes so long is to follow; None: without a limit."""
-        return None if self._ends_at == math.inf else max(0.0, self._left_s - (takes_s or 0.0) * MARGIN)
+    def _last_moment_before(self, takes_s: float | None, is_known: bool) -> float:
+        """Returns until when to wait (`time.monotonic()`) if a save is to follow (`patience_before`)."""
+        return time.monotonic() + patience_before(self._left_s, takes_s, is_known)
 
     def _choose_together(self, step: int) -> Choice:
         """Chooses with all ranks what to save. Raises AgreementError if a rank is missing."""
         places = [control.destination for control in self._controls]
-        durable_s = self.times.durable_s
-        is_drained = all(each.await_drain(self._patience_before(durable_s)) for each in places)
-        takes_s = self.times.commit_s if self._saved_already(step) is None else durable_s
-        is_copied = all(each.await_copies_of(step, self._patience_before(takes_s)) for each in places)
+        times = self.times
+        durable = times.durable_s, times.is_known
+        until = self._last_moment_before(*durable)
+        is_drained = all(each.await_drain(_seconds_until(until)) for each in places)
+        on_nodes = times.commit_s, times.commit_s is not None
+        until = self._last_moment_before(*(on_nodes if self._saved_already(step) is None else durable))
+        is_copied = all(each.await_copies_of(step, _seconds_until(until)) for each in places)
 
         def work() -> Record:
             return {
@@ -264,6 +267,11 @@ class LastSave:
         else:
             reason = choice.reason or "the last save was skipped"
             logger.warning("step %d is not saved, so the newest complete step remains: %s", step, reason)
+
+
+def _seconds_until(at: float) -> float | None:
+    """Returns how long a wait that ends at a time (`time.monotonic()`) may last; None: without a limit."""
+    return None if at == math.inf else max(0.0, at - time.monotonic())
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import preemption
-from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose
+from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, patience_before
 from mcore_ckpt.preemption.last_save import _why_not_durable
+from mcore_ckpt.ranks import deadlines
 
 UNKNOWN = Times(None, None, None)
 ROOT = Times(10.0, 0.0, None)
@@ -64,6 +65,21 @@ def test_no_save_is_begun_that_waits_for_copies(
     done: tuple[bool, bool], saved: str | None, how: str | None, is_new: bool, words: str
 ) -> None:
     assert choose(60.0, FAST, saved, True, True, *done) == Choice(how, is_new, words)
+
+
+@pytest.mark.parametrize("left_s", [3.0, 30.0, 114.0, math.inf])
+@pytest.mark.parametrize(
+    "times", [FAST, UNKNOWN, Times(2.0, None, None), Times(None, 10.0, None), Times(2.0, 0.0, None)]
+)
+def test_after_the_longest_wait_the_step_still_fits_on_the_nodes(left_s: float, times: Times) -> None:
+    waited_s = patience_before(left_s, times.durable_s, times.is_known)
+    if left_s == math.inf:
+        assert waited_s == math.inf
+        return
+    rest_s = left_s - waited_s - deadlines.EXTRA_WAIT_S  # on rank 0
+    assert waited_s == 0.0 or choose(rest_s, times, None, True, True, is_drained=False).how == ON_NODES
+    assert times.is_known or waited_s <= left_s / 2, "nobody knows how long the save takes"
+    assert waited_s > 0.0 or left_s < 30.0
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_a_copy_to_the_root_that_takes_too_long_does_not_keep_the_step_from_the_
     assert "not in the root: an earlier step is still being copied to the root" in caplog.text
 
 
+def test_before_a_save_of_unknown_length_only_a_part_of_the_time_is_waited(
+    opened: Open, held_drains: threading.Event, tmp_path: Path
+) -> None:
+    manager = opened(durable_every=1)
+    manager.save(1).wait()
+    manager._background._took.clear()
+    with stopping(manager, 2, deadline_s=6.0) as guard:
+        assert not held_drains.is_set()
+        assert guard.stopped is not None
+        assert guard.stopped.saved == "on the nodes"
+    assert in_folder(tmp_path / "node") == [1, 2]
+
+
 def test_a_copy_to_the_root_that_ends_in_time_is_waited_for(
     opened: Open, held_drains: threading.Event, tmp_path: Path
 ) -> None:
