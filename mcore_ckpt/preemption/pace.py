@@ -25,6 +25,8 @@ SHARE_OF_DEADLINE = 0.1
 MOST = 32
 # How many rounds and calls are remembered.
 _REMEMBERED = 100
+# With a deadline, a long call is remembered for longer: until the rounds since have taken this share of its time.
+SHARE_OF_LONG_CALL = 0.1
 
 
 class _Calls:
@@ -32,13 +34,15 @@ class _Calls:
 
     Attributes:
         left: how many calls pass until the next round.
-        longest_s: the longest time between such a call and the call before, in seconds.
     """
 
     def __init__(self) -> None:
         self.left = 0
-        self.longest_s = 0.0
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self._rounds = 0
+        # The long calls that are remembered, the longest first: how long each took, and the number of rounds before.
+        # A call that a later one has outlasted is not needed.
+        self._long: deque[tuple[float, int]] = deque()
 
     @property
     def longest_recent_s(self) -> float:
@@ -46,15 +50,25 @@ class _Calls:
 
     def note(self, took_s: float) -> None:
         self._recent.append(took_s)
-        self.longest_s = max(self.longest_s, took_s)
+        while self._long and self._long[-1][0] <= took_s:
+            self._long.pop()
+        self._long.append((took_s, self._rounds))
+
+    def asked(self, round_s: float) -> None:
+        """Notes a round in a call of this kind. A round takes `round_s` seconds."""
+        self._rounds += 1
+        while self._long and (self._rounds - self._long[0][1]) * round_s > self._long[0][0] * SHARE_OF_LONG_CALL:
+            self._long.popleft()
 
     def passes(self, pause_s: float, at_most_s: float) -> int:
         """Returns how many calls pass if they should take `pause_s`, and must not take longer than `at_most_s`."""
         if not self._recent:  # nothing is known
             return 0
-        wanted = math.ceil(pause_s / max(self.longest_recent_s, 1e-6)) - 1
-        # Recent calls may all be quick. Remember the longest one for ever, so that a long one is missed once at most.
-        return min(MOST, wanted, math.floor(min(at_most_s / max(self.longest_s, 1e-6), MOST)))
+        recent_s = max(self.longest_recent_s, 1e-6)
+        # Recent calls may all be quick, so a long one is remembered for longer. But not for ever: after a single long
+        # call, such as an evaluation, the ranks would ask in each quick call.
+        longest_s = max(recent_s, self._long[0][0] if self._long else 0.0)
+        return min(MOST, math.ceil(pause_s / recent_s) - 1, math.floor(min(at_most_s / longest_s, MOST)))
 
 
 class Pace:
@@ -69,6 +83,7 @@ class Pace:
         self._last: float | None = None
         self._step: int | None = None
         self._after_steps, self._within_steps = self._kinds = _Calls(), _Calls()
+        self._present = self._after_steps
         self._rounds: deque[float] = deque(maxlen=_REMEMBERED)
 
     @property
@@ -87,7 +102,7 @@ class Pace:
             step: the last step that was trained. It must be the same on all ranks.
         """
         now = time.monotonic()
-        kind = self._within_steps if step == self._step else self._after_steps
+        kind = self._present = self._within_steps if step == self._step else self._after_steps
         if self._last is not None:
             kind.note(now - self._last)
         self._last, self._step = now, step
@@ -103,6 +118,7 @@ class Pace:
         """
         self._last = time.monotonic()
         self._rounds.append(self._last - began)
+        self._present.asked(self._round_s)
         for kind, left in zip(self._kinds, passes, strict=True):
             kind.left = left
 
@@ -110,7 +126,11 @@ class Pace:
         """Returns how many calls of each kind pass until the next round. Only rank 0 calls it."""
         return [self._passes_of(kind) for kind in self._kinds]
 
+    @property
+    def _round_s(self) -> float:
+        """The shortest round: longer rounds have waited for a slow rank, for which the training waits anyway."""
+        return min(self._rounds, default=0.0)
+
     def _passes_of(self, kind: _Calls) -> int:
-        # Take the shortest round: longer rounds have waited for a slow rank, for which the training waits anyway.
-        pause_s = max(ASK_S, min(self._rounds, default=0.0) / _SHARE)
+        pause_s = max(ASK_S, self._round_s / _SHARE)
         return kind.passes(min(pause_s, self._at_most_s), self._at_most_s)
