@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
@@ -199,7 +199,7 @@ class PreemptionGuard:
 
         Raises:
             AgreementError: a rank is missing, or the ranks are not at the same step.
-            InvalidStateError: the guard is not entered, or this is a forked child.
+            InvalidStateError: the guard is not entered, a manager is closed, or this is a forked child.
         """
         if self._stopped is not None:
             return True
@@ -251,6 +251,7 @@ class PreemptionGuard:
         """Asks all ranks. Returns the reason to stop (None: none), the time left, and how many calls to pass over."""
 
         def work() -> Record:
+            self._check_open()
             request = self._request()
             if request is None:
                 return {"step": step, "reason": None, "left": None}
@@ -268,6 +269,15 @@ class PreemptionGuard:
             return {"reason": reason, "left": min(left, default=None), "passes": self._pace.passes()}
 
         return decide(agreement, f"whether to stop at step {step}", work, combine)
+
+    def _check_open(self) -> None:
+        """Raises InvalidStateError if a manager is closed. Otherwise only the last save would find out."""
+        closed = [control.role for control in self._controls if control.is_closed]
+        if closed:
+            raise InvalidStateError(
+                f"the manager of {' and '.join(closed)} is closed, so this PreemptionGuard cannot save with it: close "
+                "managers after the guard's block, or make a new guard with the managers that are open"
+            )
 
     def _complain_of_no_source(self) -> None:
         """Only rank 0 calls it, if nothing can ask for a stop. Raises InvalidArgumentError."""
@@ -312,8 +322,19 @@ def _checked_managers(given: Any) -> list[CheckpointManager]:
 
 
 def _save_all(managers: Sequence[CheckpointManager], extra_state: Any, step: int) -> list[SaveHandle]:
-    first, *others = managers
-    return [first.save(step, extra_state), *(each.save(step) for each in others)]
+    """Saves with each manager, also if another one has failed. Raises the first error after that."""
+    handles: list[SaveHandle] = []
+    errors: list[CheckpointError | TimeoutError] = []
+    for manager in managers:
+        try:
+            handles.append(manager.save(step, extra_state if manager is managers[0] else None))
+        except (CheckpointError, TimeoutError) as error:
+            errors.append(error)
+    for further in errors[1:]:
+        logger.error("%s", further)
+    if errors:
+        raise errors[0]
+    return handles
 
 
 def _check_same_places(controls: Sequence[SaveControl]) -> None:

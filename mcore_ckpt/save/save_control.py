@@ -30,6 +30,11 @@ class SaveControl:
     destination: Destination
     open_own: Callable[[], Agreement]
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the manager is closed on this rank."""
+        return self.agreement.is_closed
+
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         """Limits every wait for other ranks or for copies of a step: each wait ends within `seconds` from now.
 

@@ -432,6 +432,32 @@ def test_all_roles_are_saved_and_the_worst_of_them_counts(
             error_of(manager.close)
 
 
+def test_a_manager_that_cannot_save_keeps_no_other_from_saving(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise CommitError("there is no room")
+
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        actor, critic = roles_of(training, shared_path)
+        guard = PreemptionGuard([actor, critic])
+        with monkeypatch.context() as patch:
+            patch.setattr(actor, "save", refuse)
+            last = run(training, guard, {1: 1})
+        saved = critic._background.newest_of_step
+        with everywhere():
+            assert guard.stopped == Stopped(last, "SIGTERM on rank 1", None)
+            assert saved is not None
+            assert (saved.step, saved.committed) == (last, True)
+            assert "there is no room" in caplog.text
+        actor.close()
+        with PreemptionGuard([actor, critic]) as guard:
+            messages = raised_everywhere(InvalidStateError, error_of(lambda: guard.should_stop(last)))
+        assert "the manager of actor is closed" in messages[0]
+        critic.close()
+
+
 @pytest.mark.parametrize(("drain_s", "saved"), [(0.0, "durable"), (500.0, "on the nodes")])
 def test_with_a_fast_tier_all_roles_make_the_same_kind_of_save(drain_s: float, saved: str, shared_path: Path) -> None:
     fast = FastTier(shared_path / "node", replicas=0, durable_every=100)
