@@ -304,10 +304,16 @@ class Agreement:
         else:  # the machine has outlived an earlier request
             self._limit.expected_at = at
 
-    def shortened(self, seconds: float) -> float:
-        """Returns how many seconds a wait of `seconds` that begins now may last, under the limit of `limit_waits`."""
+    def shortened(self, seconds: float, began: float | None = None) -> float:
+        """Returns how many seconds a wait of `seconds` may last from now on, under the limit of `limit_waits`.
+
+        Args:
+            seconds: how long the wait would last without a limit.
+            began: when the wait began (`time.monotonic()`); None: now.
+        """
         now = time.monotonic()
-        return max(0.0, min(seconds, self._limit.end_of(now) - now))
+        began = now if began is None else began
+        return max(0.0, min(began + seconds, self._limit.end_of(began)) - now)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[float]:

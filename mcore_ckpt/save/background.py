@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # How many recent saves are remembered. The next save is expected to take no longer than the slowest recent save.
 _REMEMBERED = 5
+# After this many seconds, a wait for a copy to the root looks whether the machine is about to go.
+_LOOK_S = 0.2
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
 # until this function returns. Raises CheckpointError if the save failed.
@@ -206,12 +208,14 @@ class BackgroundSaves:
 
     Attributes:
         newest_of_step: the last save that has begun and whose checkpoint is part of a step; None if there is none.
+        awaits_drains: whether a save that is finished before `finish` returns waits for its copy to the root, too.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
         self._commits, self._warns, self._is_async = commits, warns, is_async
         self._handle: SaveHandle | None = None
         self.newest_of_step: SaveHandle | None = None
+        self.awaits_drains = True
         self._save = Worker("mcore_ckpt save")
         self._deletions = Worker("mcore_ckpt deletion")
         self._deleting: set[Following] = set()
@@ -253,11 +257,17 @@ class BackgroundSaves:
         self._note_time(handle)
         self._delete(following)
         handle.wait()
-        if handle.drain is not None:
-            left_s = self._commits.shortened(math.inf)  # less than that only if the machine goes
-            with suppress(TimeoutError):
-                handle.drain.wait(None if left_s == math.inf else left_s)
+        if handle.drain is not None and self.awaits_drains:
+            self._await_drain(handle.drain)
         return handle
+
+    def _await_drain(self, drain: DrainHandle) -> None:
+        """Waits for a copy to the root, but not longer than this rank's machine stays, which may turn out meanwhile."""
+        began = time.monotonic()
+        while (left_s := self._commits.shortened(math.inf, began)) > 0:
+            with suppress(TimeoutError):
+                drain.wait(min(left_s, _LOOK_S))
+                return
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
         """Finishes a save on the save's thread. No other save may be under way."""

@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
+from mcore_ckpt.fast.drains import DrainHandle
+from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.destination import Following
@@ -104,6 +106,28 @@ def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
     assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
     background.wait_until_idle()
     assert save.deleting.is_set()
+
+
+def test_a_synchronous_save_waits_for_a_copy_only_until_the_machine_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes during the wait."""
+    monkeypatch.setattr(deadlines, "SHORTEST_WAIT_S", 0.0)
+    background = saves(is_async=False)
+
+    class HeldDrain(DrainHandle):
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> Path:
+            assert timeout is not None, "nothing would end this wait"
+            self.waits += 1
+            if self.waits == 1:
+                background._commits.limit_waits(0.5, even_later=False)
+            return super().wait(timeout)
+
+    drain = HeldDrain(7, Path("steps/7"))
+    handle = SaveHandle(7, FakeSave(), lambda _: (REPORT, Following(drain=drain)))
+    assert background.finish(handle, 0.0).committed
+    assert drain.waits > 1
+    assert not drain.done
 
 
 @pytest.mark.parametrize("deletes", [True, False])
