@@ -180,6 +180,9 @@ class LastSave:
         """
         for control in self._controls:
             control.destination.choose_next(durable)
+            # Copies to the root are waited for after all roles are on the nodes. Otherwise the first role's copy could
+            # take all the time.
+            control.background.awaits_drains = False
         try:
             returned = self._save(step)
         except (CheckpointError, TimeoutError) as error:
@@ -187,6 +190,9 @@ class LastSave:
                 logger.error("saving step %d has raised an error, but the step is saved: %s", step, error)
                 return self._saves_of(step)
             raise
+        finally:
+            for control in self._controls:
+                control.background.awaits_drains = True
         listed = returned if isinstance(returned, (list, tuple)) else [returned]
         given = [each for each in listed if isinstance(each, SaveHandle)]
         if len(given) > len(self._controls):

@@ -27,11 +27,11 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Makes a manager, with a fast tier if `durable_every` is given."""
     managers: list[CheckpointManager] = []
 
-    def make(durable_every: int | None = None, **config: Any) -> CheckpointManager:
+    def make(durable_every: int | None = None, role: str = "actor", **config: Any) -> CheckpointManager:
         if durable_every is not None:
             config["fast"] = FastTier(tmp_path / "node", replicas=0, durable_every=durable_every)
         choices = CheckpointConfig(save_contents=WORDS, load_contents=WORDS, **{"async_save": True, **config})
-        managers.append(CheckpointManager(tmp_path / "root", Model(), config=choices))
+        managers.append(CheckpointManager(tmp_path / "root", Model(), role=role, config=choices))
         return managers[-1]
 
     yield make
@@ -40,7 +40,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 @contextmanager
-def stopping(manager: CheckpointManager, step: int, **choices: Any) -> Iterator[PreemptionGuard]:
+def stopping(
+    manager: CheckpointManager | list[CheckpointManager], step: int, **choices: Any
+) -> Iterator[PreemptionGuard]:
     """A guard whose training was stopped at a step, by a signal."""
     choices = {"signals": [signal.SIGUSR1], "training_ends_in_s": math.inf, **choices}
     with PreemptionGuard(manager, **choices) as guard:
@@ -120,6 +122,27 @@ def test_the_copy_of_the_last_step_is_waited_for_until_the_machine_goes(
         assert not held_drains.is_set()
         assert guard.stopped is not None
         assert guard.stopped.saved == "on the nodes"
+
+
+def test_the_copy_of_one_role_does_not_keep_the_next_role_from_the_nodes(
+    opened: Open, held_drains: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("actor", "critic")
+    managers = [opened(durable_every=1, role=role, roles=roles, async_save=False) for role in roles]
+    critic, left_s = managers[1], []
+    save = critic.save
+
+    def note_and_save(*given: Any) -> Any:
+        left_s.append(critic._trainer.agreement.shortened(math.inf))
+        return save(*given)
+
+    monkeypatch.setattr(critic, "save", note_and_save)
+    with stopping(managers, 1, deadline_s=5.0) as guard:
+        assert not held_drains.is_set()
+        assert guard.stopped is not None
+        assert guard.stopped.saved == "on the nodes"
+    assert in_folder(tmp_path / "node") == [1]
+    assert left_s[0] > 0.0, "the first role's copy has taken all the time"
 
 
 @pytest.mark.parametrize(("ends_in_s", "stops"), [(300.0, False), (60.0, True)])
