@@ -46,6 +46,7 @@ FOREIGN = {
 }
 PUBLIC = (
     *("mcore_ckpt", "mcore_ckpt.preemption", "mcore_ckpt.recover", "mcore_ckpt.schedule"),
+    "mcore_ckpt.integrations.megatron",
     "mcore_ckpt.tools.convert.merge",
     *("mcore_ckpt.formats.huggingface.export_plan", "mcore_ckpt.config"),
 )
