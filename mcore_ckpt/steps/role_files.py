@@ -265,9 +265,11 @@ def _check_not_saved_again(role_dir: Path) -> None:
     """
     step_path = role_dir.parent
     saves = [save for save in running_saves(step_path.parent, [step_path]) if save.staging.parent == step_path]
-    committed = step_status(step_path).committed - {role_dir.name} if saves else frozenset()
+    status = step_status(step_path)
+    attempts = {head.role: head.attempt for head in status.heads if head.role in status.committed - {role_dir.name}}
     for save in saves:
-        if save.role in committed and save.life is not Life.DEAD:
+        # Once a save is committed, its staging folder holds the checkpoint that it has replaced.
+        if save.role in attempts and attempts[save.role] != save.attempt and save.life is not Life.DEAD:
             raise CommitError(
                 f"{step_path / save.role}: {save.by} is saving this role again, and its earlier checkpoint is still "
                 f"there, so the step would be complete with that checkpoint and the new {role_dir.name}: commit "

@@ -17,10 +17,12 @@ from mcore_ckpt.steps.work_folders import entries, own_steps
 
 @dataclass(frozen=True)
 class RunningSave:
-    """A save that has not committed, of a living or a dead process.
+    """A save that has a staging folder, of a living or a dead process.
 
     Attributes:
         role: the role; None if the step's own folder is the role's folder.
+        attempt: the id of the save. If the role's manifest has the same id, the save is committed, and its staging
+            folder holds the checkpoint that it has replaced.
         owner: the process that leads the save; None if it is not known.
         life: whether that process is alive.
         began: when the save began, in seconds since the epoch, by the clock of the file system.
@@ -28,6 +30,7 @@ class RunningSave:
 
     step: int
     role: str | None
+    attempt: str
     staging: Path
     owner: Owner | None
     life: Life
@@ -65,7 +68,7 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
         return None
     owner = read_owner(entry)
     life = Life.UNKNOWN if owner is None else owner.life  # the owner file is written right after the folder is made
-    return RunningSave(step, None if is_flat else work.role, entry, owner, life, _began(entry))
+    return RunningSave(step, None if is_flat else work.role, work.attempt, entry, owner, life, _began(entry))
 
 
 def _began(staging: Path) -> float:

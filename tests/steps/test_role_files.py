@@ -135,3 +135,21 @@ def test_a_role_never_completes_a_step_whose_models_are_being_saved_again(tmp_pa
     finish(agreement, attempt, tmp_path, 1, 2, ROLES)
     assert step_status(step_path).is_complete
     assert RoleReader(step_path / "driver").read("data.pt", 100) == b"later position"
+
+
+def test_a_replaced_checkpoint_that_is_not_removed_yet_delays_no_role(
+    step_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the exchange, the staging folder of the new actor holds the old one until all its files are removed."""
+    make(step_path / "actor", 1, ROLES)
+    staging, attempt = stage(step_path / "actor", 1, ROLES)
+    read: list[bytes] = []
+
+    def commit_driver(old: Path, role_dir: Path) -> None:
+        if old.exists() and not read:
+            assert (old / file_names.OWNER_FILE).exists()
+            read.append(save(step_path, 1, {"data.pt": False}).read("data.pt", 100))
+
+    monkeypatch.setattr(commit, "remove_replaced", commit_driver)
+    commit.publish(staging, step_path / "actor", attempt)
+    assert read == [b"position"]
