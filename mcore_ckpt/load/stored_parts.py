@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.provenance import merged
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.io import tuning
@@ -135,11 +136,13 @@ class PartLoads:
 
         If no function has asked for any files of a part, there is no warning, because that must be meant.
         """
-        taken: dict[str, set[int]] = {}
+        # Each rank of a large training may have asked for all ranks, so merge the runs before they are expanded.
+        taken: dict[str, set[tuple[int, int]]] = {}
         for of_rank in asked:
             for name, ranks in of_rank.items():
-                taken.setdefault(name, set()).update(_ranks_in(ranks))
-        for name, wanted in sorted(taken.items()):
+                taken.setdefault(name, set()).update((first, last) for first, last in ranks)
+        for name, asked_runs in sorted(taken.items()):
+            wanted = set(_ranks_in(merged(list(asked_runs))))
             left = set(_ranks_in(self.saved.get(name, ()))) - wanted
             if wanted and left:
                 logger.warning(
