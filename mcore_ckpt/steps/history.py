@@ -31,7 +31,7 @@ from mcore_ckpt.checkpoint.provenance import Run, RunParent
 from mcore_ckpt.errors import RemoteError
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.steps import runs
-from mcore_ckpt.steps.branches import Position, commit_of
+from mcore_ckpt.steps.branches import Position
 from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -65,8 +65,10 @@ class RunHistory:
         # The checkpoint that was loaded or saved last, and its folder or URL.
         self._last: tuple[ManifestSummary, Path | str] | None = None
         self._stamped: Path | None = None  # the folder of the last manifest
+        self._hold_lock = threading.Lock()  # a drain and a save can end `hold` at the same time
         self._held = ExitStack()
-        self._held_head: ManifestSummary | None = None
+        # The largest commit number that was known when `_held` began. Saves that begin later have larger numbers.
+        self._held_at = 0
         self._same_home = SameRoot(home)
 
     def go_on_from(self, other: RunHistory) -> None:
@@ -77,8 +79,9 @@ class RunHistory:
             self._position = other._position
         elif other._root == self._root:
             self._position = self._position.seen(other._position.last, 0)
-        self.release()
-        self._held, self._held_head = other._held.pop_all(), other._held_head
+        with other._hold_lock:
+            held = other._held.pop_all()
+        self._hold(held)
 
     def hold(self) -> None:
         """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
@@ -86,18 +89,24 @@ class RunHistory:
         The training could go back to no other checkpoint, and a program that only loads needs no trainer lock. So this
         method takes a read lock, which does not keep another training from starting.
         """
-        self.release()
+        held = ExitStack()
         if self._last is not None:
-            self._held_head = self._last[0]
             # A checkpoint that was loaded from the nodes may be in the root, too.
             step = file_names.step_dir(self._root, self._last[0].step) / self._role
             place = self._last[1]
             is_here = isinstance(place, Path) and _is_below(self._root, place)
-            self._held.enter_context(reading([Path(place) if is_here else step]))
+            held.enter_context(reading([Path(place) if is_here else step]))
+        self._hold(held)
 
     def release(self) -> None:
         """Ends `hold`, because the training is over, or goes on from another checkpoint."""
-        self._held.close()
+        self._hold(ExitStack())
+
+    def _hold(self, held: ExitStack) -> None:
+        with self._hold_lock:
+            before, self._held = self._held, held
+            self._held_at = max(self._position.last, self._position.of_role)
+        before.close()
 
     def warn_of_pins(self) -> None:
         """Warns of pinned steps after the loaded one, which the training may save again. Raises nothing."""
@@ -119,15 +128,15 @@ class RunHistory:
                 )
 
     def in_root(self, head: ManifestSummary) -> None:
-        """Notes that a checkpoint is committed in the root. Ends `hold` if it goes on from the held checkpoint.
+        """Notes that a checkpoint of the role is committed. Ends `hold` if its save began after the load.
 
-        A copy of an earlier step from the nodes does not go on from a checkpoint that was loaded since.
+        The copy of an earlier step from the nodes may be committed after the load, too. Even if that step goes on from
+        the loaded checkpoint, the training does not go on from that step.
         """
-        held = self._held_head
-        if held is None or head.commit is None:
-            return
-        if head.commit.parent == held.attempt or commit_of(head.step, [head.commit]).leads_from(held.number):
-            self.release()
+        with self._hold_lock:
+            has_gone_on = head.commit is not None and head.commit.number > self._held_at
+            ended = self._held.pop_all() if has_gone_on else ExitStack()
+        ended.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes the commit numbers of checkpoints, which may be only in a store, or only on other nodes."""
