@@ -109,11 +109,14 @@ def upload(context: SaveContext, saving: Saving) -> UploadHandle | None:
 
 
 def old_steps(context: SaveContext, agreement: Agreement, saving: Saving) -> OldSteps | None:
-    """Finds the steps that a commit has made too old. Returns None on all ranks except rank 0, and if a disk hangs."""
-    if not agreement.is_coordinator or saving.policy is None:
+    """Finds the steps that a commit has made too old, and ends the protection of the step that was loaded before.
+
+    Returns None on all ranks except rank 0, if a disk hangs, and if the checkpoint is not part of a step.
+    """
+    if not agreement.is_coordinator:
         return None
     try:
-        return agreement.runner.run(partial(_find_old_steps, context, saving, saving.policy))
+        return agreement.runner.run(partial(_find_old_steps, context, saving))
     except HungDiskError as error:
         logger.warning("old steps stay until the next save to the root: %s", error)
         return None
@@ -160,18 +163,20 @@ class OldSteps:
         )
 
 
-def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPolicy) -> OldSteps:
+def _find_old_steps(context: SaveContext, saving: Saving) -> OldSteps | None:
     """Finds the steps to delete after a commit. Warns if there are no such steps and the next save will not fit.
 
     This search runs right after the commit, because a later save with another policy may be committed when the deletion
     begins.
     """
-    role_dir, step = saving.role_dir, saving.step
+    role_dir, step, policy = saving.role_dir, saving.step, saving.policy
     with suppress(OSError):  # the next save does this
         for head in heads_at(role_dir):
             context.history.in_root(head)
-            if len(head.roles) > 1:
+            if policy is not None and len(head.roles) > 1:
                 note_rules(context.trainer.root, head.role, policy)
+    if policy is None:
+        return None
     found: tuple[RetentionDecision[StepStatus], ...] = ()
     deletes = False
     if policy.max_to_keep is not None or policy.optimizer_for_last is not None:

@@ -638,8 +638,20 @@ def test_what_a_training_has_loaded_is_held_until_it_has_saved(tmp_path: Path, m
         loader.manager.history.hold()
         training.manager.history.go_on_from(loader.manager.history)
         loader.close()
-        # The copy of an earlier step from the nodes may arrive now.
-        training.manager.history.in_root(read_manifest(file_names.step_dir(tmp_path, 1) / "actor").head)
-        assert not is_free(role_dir)
+        # The copy of an earlier step from the nodes may arrive now, even of one that goes on from the loaded step.
+        for earlier in (1, 3):
+            training.manager.history.in_root(read_manifest(file_names.step_dir(tmp_path, earlier) / "actor").head)
+            assert not is_free(role_dir)
         training.save(4)
+        assert is_free(role_dir)
+        # A trainer may save to folders that are no steps, as NeMo-RL does.
+        training.manager.load(step=2)
+        training.manager.history.hold()
+        assert not is_free(role_dir)
+        training.manager.save(5, path=tmp_path / "elsewhere" / "actor")
+        assert is_free(role_dir)
+    with closing(Training(tmp_path / "another")) as another:
+        another.manager.load(path=role_dir)
+        another.manager.history.hold()
+        another.save(1)
         assert is_free(role_dir)
