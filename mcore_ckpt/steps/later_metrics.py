@@ -40,8 +40,10 @@ def set_metrics(
         step: the step's number.
         metrics: finite numbers by name, such as {"reward": 0.7}.
         role: the role whose checkpoint has the metrics. None stands for the step's only model, or for its only role.
-        wait_s: how long to wait, in seconds, for a background save of the step to commit the role. If the step is saved
-            again, wait for that save by its handle instead: until it has ended, the earlier checkpoint is found.
+        wait_s: how long to wait, in seconds, for a background save of the step to commit the role; if `role` is None,
+            to commit all roles of the step. If some of these are still missing then, only the others count. If the step
+            is saved again, wait for that save by its handle instead: until it has ended, the earlier checkpoint is
+            found.
 
     Raises:
         CheckpointNotFoundError: there is no such step, or it does not have the role, or no committed one.
@@ -83,12 +85,15 @@ def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
 
 
 def _committed(root: Path, step: int, role: str | None, wait_s: float) -> tuple[StepStatus, ManifestSummary]:
-    """Returns the status of a step, and the summary of a role's manifest, as soon as the role is committed."""
+    """Returns the status of a step, and the summary of a role's manifest, as soon as the role is committed.
+
+    If `role` is None, waits for all roles of the step, because the step may get a second model.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         is_last_look = time.monotonic() >= deadline
         status = next(iter(list_steps(root, only=step)), None)
-        if status is not None and (role in status.committed if role else status.committed):
+        if status is not None and _is_there(status, role, is_last_look):
             return status, _head_of(status, role)
         if is_last_look:
             there = "" if status is None or not status.committed else f", only {', '.join(sorted(status.committed))}"
@@ -97,6 +102,12 @@ def _committed(root: Path, step: int, role: str | None, wait_s: float) -> tuple[
                 f"{root}` shows which there are. If its save is under way, wait for it (`handle.wait()`), or set wait_s"
             )
         time.sleep(_POLL_S)
+
+
+def _is_there(status: StepStatus, role: str | None, is_last_look: bool) -> bool:
+    if role is not None:
+        return role in status.committed
+    return bool(status.committed) and (is_last_look or status.is_complete)
 
 
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:

@@ -23,6 +23,7 @@ from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, Inv
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.keep_best import keep_best_rules
+from mcore_ckpt.steps import later_metrics
 from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
@@ -193,3 +194,16 @@ def test_the_store_keeps_the_best_by_what_was_set_later(tmp_path: Path) -> None:
     assert [status.step for status in list_steps(root)] == [2, 3]
     assert [step.step for step in remote.steps()] == [2, 3]
     queue.close(5)
+
+
+def test_a_wait_without_a_role_does_not_take_the_first_of_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("actor", "critic")
+    save_small(tmp_path, 1, role="actor", roles=roles)
+    monkeypatch.setattr(
+        later_metrics.time, "sleep", lambda _: save_small(tmp_path, 1, role="critic", roles=roles)
+    )  # an async save that ends later
+    with pytest.raises(InvalidArgumentError, match="has the roles actor, critic: name one of them"):
+        set_metrics(tmp_path, 1, {"reward": 1.0}, wait_s=60)
+    set_metrics(tmp_path, 1, {"reward": 1.0}, role="actor", wait_s=60)
