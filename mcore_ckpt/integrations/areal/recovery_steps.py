@@ -38,6 +38,7 @@ from mcore_ckpt.steps import (
     discard_step,
     list_steps,
     remove_leftovers,
+    rules_of_others,
 )
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class RecoverySteps:
                     step,
                 )
                 delete_step(status)
-        delete_old_steps(self._root, self._policy, step)
+        delete_old_steps(self._root, self._policy, step, others=rules_of_others(self._root, INFO_ROLE))
         self._copy_step_file(step)
 
     def _copy_step_file(self, step: int) -> None:

@@ -15,7 +15,7 @@ from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, logged_metrics, newest_valid
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
-from mcore_ckpt.steps import delete_old_steps, step_status
+from mcore_ckpt.steps import delete_old_steps, rules_of_others, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ class CheckpointPipeline:
         step = uploads.finish()
         options = uploads.uploader.options
         try:
-            delete_old_steps(options.root, options.policy(self.pipeline_config), step)
+            others = rules_of_others(options.root, PIPELINE_ROLE)
+            delete_old_steps(options.root, options.policy(self.pipeline_config), step, others=others)
         except OSError as error:
             logger.warning("the checkpoint is committed, but old checkpoints could not be deleted: %s", error)
 
