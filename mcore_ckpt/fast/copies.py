@@ -127,11 +127,12 @@ class Copies:
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
         """Waits until no copies, or no copies of `step` if given, are under way or queued. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             pending = [each.handle for each in self._pending]
         for handle in pending:
             if step in (None, handle.step):
-                handle.wait(timeout)
+                handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Gives up the copies that are under way or queued, and waits for the end of the thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -75,11 +76,12 @@ class FastSaves:
         Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
         file of the new save. Returns False if a copy is still under way after `timeout` seconds.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self.copies.wait(timeout, step)
         except TimeoutError:
             return False
-        return self.drains.wait_for_copy(step, timeout)
+        return self.drains.wait_for_copy(step, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def plan_durable(self) -> tuple[bool, int]:
         """Returns whether the next step also goes to the root, and how many saves have begun, including this one.
