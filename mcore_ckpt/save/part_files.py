@@ -162,7 +162,7 @@ class PartFiles:
         are_gone = [source.remove(folders) for source, folders in sources if source.is_handed_over]
         if all(are_gone) and self._note is not None:
             self._note.unlink(missing_ok=True)
-            self._notes.remove(self._note)
+            self._forget(self._note)
 
     def close(self) -> None:
         """Stops the writing, and drops the references to the trainer's objects."""
@@ -177,7 +177,11 @@ class PartFiles:
             with suppress(OSError, CheckpointCorruptError):  # the next save tries again
                 end_links(note, alone=False)
                 if not note.exists():
-                    self._notes.remove(note)
+                    self._forget(note)
+
+    def _forget(self, note: Path) -> None:
+        with suppress(ValueError):  # a thread that had hung at a disk has removed the note, too
+            self._notes.remove(note)
 
     def _path(self, name: str) -> str:
         return file_names.part_dir(name, self._rank)
