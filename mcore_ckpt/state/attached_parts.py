@@ -21,11 +21,12 @@ class HandOver:
 
     No byte is copied if the file system can share blocks or supports links.
 
-    The file or folder is removed when the save has been committed; if the process dies just before that, by the next
-    start of a manager. If the save fails, it stays. Nobody may change it after the call of `save`, because until it is
-    removed, a link may make it one file with that of the step. Everyone who may read the step may read the files that
-    are given away, even if these files were closed to others before. If a file has a second name elsewhere, it keeps
-    its mode under that name: if the mode in the step must differ, the file's bytes are copied.
+    The file or folder is removed when the save has been committed. If the process dies just before that, the next start
+    of a manager removes the files that are linked to the step, but no files that were copied or share blocks with it.
+    If the save fails, all files stay. Nobody may change them after the call of `save`, because until it is removed, a
+    link may make a file one with that of the step. Everyone who may read the step may read the files that are given
+    away, even if these files were closed to others before. If a file has a second name elsewhere, it keeps its mode
+    under that name: if the mode in the step must differ, the file's bytes are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains one.
