@@ -1,9 +1,9 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
 The newest step is the one that was committed last. That step need not have the highest step number. Clocks do not
-count. The last commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. If
-files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay abandoned. So damage never
-brings back a step that the training has given up, unless nothing else is left.
+count. The last commit of a role also says which steps are abandoned for that role (`branches.py`), and its manifest is
+enough for that. If files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay
+abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
