@@ -147,7 +147,8 @@ def _as_they_decide(
     if role not in own.status.committed | own.status.declared or not theirs.stays:
         return own
     if not own.stays and rules.max_to_keep is not None:
-        return replace(own, stays=True, reason=f"{theirs.reason}, by the rules of {role}")
+        file = file_names.rules_file(Path(), role)
+        return replace(own, stays=True, reason=f"{theirs.reason}, by the rules of {role} ({file})")
     if rules.optimizer_for_last is not None and role not in theirs.loses:
         return replace(own, loses=tuple(each for each in own.loses if each != role))
     return own
