@@ -244,6 +244,11 @@ def parse_handed_over_note(name: str) -> tuple[str, str] | None:
     return None if match is None else (match.group(1), match.group(2))
 
 
+def handed_over_copy(note: Path) -> Path:
+    """Returns the temporary file with a copy that replaces a linked file of the checkpoint, from the note's path."""
+    return note.with_suffix(".copy")
+
+
 def dropped_dir(role_dir: Path, attempt: str) -> Path:
     """Returns the path to which an optimizer's folder is renamed before retention removes its files."""
     return role_dir / f".{OPTIMIZER_DIR}.dropped-{attempt}"
@@ -336,6 +341,11 @@ def role_of_trainer_file(name: str) -> str | None:
 def rules_file(root: Path, role: str) -> Path:
     """Returns the file with the rules of retention of a role that shares its steps with other roles."""
     return root / f".{role}.retention.json"
+
+
+def is_rules_file_under_way(name: str, role: str) -> bool:
+    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a role's rules."""
+    return name.startswith(f".{rules_file(Path(), role).name}.")
 
 
 def role_of_rules_file(name: str) -> str | None:

@@ -14,7 +14,6 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import names_in
 
 logger = logging.getLogger(__name__)
 
@@ -187,11 +186,13 @@ def _has_current_folder(folder: Path) -> bool:
 
 
 def _is_of_root(path: Path, roots: Sequence[Path]) -> bool:
-    """True for the files that this package makes directly in a root: the tracker, the run's file, trainer locks."""
-    is_lock = file_names.role_of_trainer_file(path.name) is not None
+    """True for the files that this package makes directly in a root: the tracker, and files of the run and of roles."""
+    is_of_role = {file_names.role_of_trainer_file(path.name), file_names.role_of_rules_file(path.name)} != {None}
     # Other programs make trackers, too, so in other folders a tracker need not belong to checkpoints of this package.
     return (
-        is_lock or path.name == file_names.RUN_FILE or (path.name == file_names.TRACKER_FILE and path.parent in roots)
+        is_of_role
+        or path.name == file_names.RUN_FILE
+        or (path.name == file_names.TRACKER_FILE and path.parent in roots)
     )
 
 
@@ -216,6 +217,7 @@ def _is_checkpoint(folder: Path) -> bool:
     try:
         read_manifest_summary(folder)
     except (CheckpointNotFoundError, CheckpointCorruptError):
-        others = names_in(folder) - {file_names.MANIFEST_FILE}
-        return file_names.parse_step(folder.parent.name) is not None or any(map(file_names.is_own, others))
+        # The folder of a step is the folder itself, the one above a role's folder, or two above an uploaded attempt.
+        steps = (folder, *folder.parents[:2])
+        return any(file_names.parse_step(place.name) is not None for place in steps)
     return True

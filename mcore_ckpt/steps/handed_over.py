@@ -100,6 +100,7 @@ def end_links(note: Path, alone: bool) -> None:
     has_ended = alone or not file_names.staging_dir(role_dir, parsed[1]).exists()
     if not _is_committed(role_dir, parsed[1]):
         if has_ended:
+            file_names.handed_over_copy(note).unlink(missing_ok=True)
             note.unlink(missing_ok=True)
         return
     try:
@@ -114,6 +115,8 @@ def end_links(note: Path, alone: bool) -> None:
     for folder in reversed(folders):
         with suppress(OSError):
             folder.rmdir()
+    # If an earlier process died while it copied, its copy may still be there.
+    file_names.handed_over_copy(note).unlink(missing_ok=True)
     note.unlink(missing_ok=True)
 
 
@@ -163,7 +166,7 @@ def _stat_of(path: Path) -> os.stat_result | None:
 
 def _give_own_bytes(stored: Path, note: Path) -> None:
     """Replaces a file of a checkpoint by a copy, so that no other name leads to it."""
-    copy = note.with_suffix(".copy")
+    copy = file_names.handed_over_copy(note)
     copy.unlink(missing_ok=True)
     copy_hashed(stored, copy)
     os.replace(copy, stored)

@@ -47,7 +47,9 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             if is_dead_trial(entry, by_age=alone):
                 remove_folder(entry)
         elif alone and (
-            file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
+            file_names.is_tracker_under_way(entry.name)
+            or file_names.is_trainer_file_under_way(entry.name, role)
+            or file_names.is_rules_file_under_way(entry.name, role)
         ):
             _unlink(entry)
     # The name of a work folder next to a step does not contain its role. If the owner of such a folder cannot be

@@ -182,6 +182,7 @@ def test_steps_of_other_roots_and_stores_cannot_be_handed_over(manager: Checkpoi
     refused(manager, HandOver(part_of(other)), "belongs to a saved step")
     foreign = tmp_path / "data"
     (foreign / "rows").mkdir(parents=True)
+    (foreign / "model").mkdir()
     (foreign / "manifest.json").write_text("{}")  # of a data set
     manager.attach("part", save=HandOver(foreign))
     manager.save(1).wait(LONG_S)
@@ -482,7 +483,8 @@ def test_what_the_process_needs_cannot_be_handed_over(
     for place in (Path("."), folder):
         refused(manager, HandOver(place), "is the current folder of this process or contains it")
     manager.save(1).wait(LONG_S)
-    for name in (".actor.trainer.json", ".run.json", "latest_checkpointed_iteration.txt"):
+    (manager.root / ".critic.retention.json").write_text("{}")
+    for name in (".actor.trainer.json", ".critic.retention.json", ".run.json", "latest_checkpointed_iteration.txt"):
         manager.attach("part", save=HandOver(manager.root / name))
         with pytest.raises(CommitError, match=f"{name} is a file of this package"):
             manager.save(2).wait(LONG_S)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps.leftovers import remove_leftovers
 from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, judge_together
 from mcore_ckpt.steps.role_rules import note_rules, rules_of_others
@@ -61,6 +62,11 @@ def test_which_rules_count(tmp_path: Path) -> None:
 
     assert gone({"actor": PreservationPolicy(2)}) == []
     assert gone({"actor": PreservationPolicy(1)}) == [1]
+    reasons = [
+        each.reason
+        for each in judge_together(list_steps(tmp_path), PreservationPolicy(1), {"actor": PreservationPolicy(2)})
+    ]
+    assert "by the rules of actor (.actor.retention.json)" in reasons[0]
     assert gone({"critic": PreservationPolicy(5)}) == [1], "the critic has no part in this step"
     assert gone({"actor": PreservationPolicy(optimizer_for_last=1)}) == [1], "it has no rule about steps"
 
@@ -81,3 +87,16 @@ def test_rules_in_a_file(tmp_path: Path) -> None:
     assert rules_of_others(tmp_path, "critic") == {"actor": rules}
     note_rules(tmp_path, "actor", PreservationPolicy())
     assert os.listdir(tmp_path) == []
+
+
+def test_temporary_files_of_a_crash_are_removed(tmp_path: Path) -> None:
+    """Rules are replaced, and links to files that were handed over are ended, with temporary files."""
+    role_dir = save_small(tmp_path, 1)
+    note = file_names.handed_over_note(role_dir, "0" * 32, 0)
+    left = [tmp_path / f"..actor.retention.json.{'0' * 32}", note, file_names.handed_over_copy(note)]
+    others = tmp_path / f"..critic.retention.json.{'0' * 32}"
+    for path in (*left, others):
+        path.write_bytes(b"{")
+    remove_leftovers(tmp_path, "actor", alone=True)
+    assert [path.name for path in left if path.exists()] == []
+    assert others.exists(), "the critic may be writing it"
