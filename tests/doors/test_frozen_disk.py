@@ -67,10 +67,11 @@ def test_a_save_returns_after_what_prepares_it(tmp_path: Path, monkeypatch: pyte
     """The caller goes on from that: a driver commits its role, for example, which must not be undone later."""
     monkeypatch.setattr(deadlines, "DISK_PATIENCE_S", 0.0)
     training = Training(tmp_path / "run", async_save=True)
-    slow, called = threading.Event(), []
-    threading.Timer(0.2, slow.set).start()
-    handle = training.manager.save(1, prepared=lambda: called.append(slow.wait(LONG_S)))
-    assert called == [True]
+    pipe, called = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    threading.Timer(0.3, lambda: pipe.write_bytes(b"at last")).start()
+    handle = training.manager.save(1, prepared=lambda: called.append(pipe.read_bytes()))
+    assert called == [b"at last"]
     handle.wait(LONG_S)
     training.close()
 
