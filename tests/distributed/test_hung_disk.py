@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,18 @@ pytestmark = pytest.mark.world(2)
 
 @contextmanager
 def disk_of(folder: Path) -> Iterator[Path]:
-    """A file system of its own, which rank 0 mounts."""
+    """A file system of its own, which rank 0 mounts. If it cannot, all ranks skip the test."""
     place = folder / "disk"
-    with ext4(place, mebibytes=64) if dist.get_rank() == 0 else nullcontext(place):
-        dist.barrier()
+    why_not: list[str | None] = [None]
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            try:
+                stack.enter_context(ext4(place, mebibytes=64))
+            except pytest.skip.Exception as skipped:
+                why_not = [str(skipped)]
+        dist.broadcast_object_list(why_not)
+        if why_not[0] is not None:
+            pytest.skip(why_not[0])
         yield place
         dist.barrier()
 
