@@ -265,6 +265,8 @@ def _check_not_saved_again(role_dir: Path) -> None:
     """
     step_path = role_dir.parent
     saves = [save for save in running_saves(step_path.parent, [step_path]) if save.staging.parent == step_path]
+    if not saves:  # also if the folder is no step yet, as NeMo-RL's temporary ones
+        return
     status = step_status(step_path)
     attempts = {head.role: head.attempt for head in status.heads if head.role in status.committed - {role_dir.name}}
     for save in saves:
