@@ -184,7 +184,7 @@ ENDS = {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    program = "memory = m.HostMemory(); memory.prepare(8 << 30)\nprint(memory.bytes_at_once < 8 << 30)\n"
+    program = "memory = m.HostMemory(); memory.prepare(8 << 30)\nprint(memory.bytes_at_once < 8 << 30, flush=True)\n"
     programs = {how: program + how for how in ENDS}
     imports = "import sys, threading, mcore_ckpt.io.host_memory as m"
     return run_to_the_end(imports, programs, tmp_path_factory.mktemp("output"))
