@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, InvalidStateError, InvalidTypeError
+from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.preemption.end_times import EndTime, find_end, is_named
-from mcore_ckpt.preemption.last_save import LastSave, Stopped, time_for_waits
+from mcore_ckpt.preemption.last_save import LastSave, Stopped, for_all_roles, time_for_waits
 from mcore_ckpt.preemption.pace import Pace
 from mcore_ckpt.preemption.requests import Signals, StopRequest, TriggerFile
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -323,18 +323,11 @@ def _checked_managers(given: Any) -> list[CheckpointManager]:
 
 def _save_all(managers: Sequence[CheckpointManager], extra_state: Any, step: int) -> list[SaveHandle]:
     """Saves with each manager, also if another one has failed. Raises the first error after that."""
-    handles: list[SaveHandle] = []
-    errors: list[CheckpointError | TimeoutError] = []
-    for manager in managers:
-        try:
-            handles.append(manager.save(step, extra_state if manager is managers[0] else None))
-        except (CheckpointError, TimeoutError) as error:
-            errors.append(error)
-    for further in errors[1:]:
-        logger.error("%s", further)
-    if errors:
-        raise errors[0]
-    return handles
+
+    def save(manager: CheckpointManager) -> SaveHandle:
+        return manager.save(step, extra_state if manager is managers[0] else None)
+
+    return for_all_roles(save, managers)
 
 
 def _check_same_places(controls: Sequence[SaveControl]) -> None:

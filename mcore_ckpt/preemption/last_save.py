@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mcore_ckpt.errors import CheckpointError, InvalidStateError
 from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, least_safe, patience_before
@@ -24,6 +25,9 @@ from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.save_control import SaveControl
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 # The share of the remaining time that is kept for the end of the process, and the most that is kept, in seconds.
 _SHARE_TO_END, _MOST_TO_END_S = 0.1, 5.0
@@ -44,6 +48,25 @@ class Stopped:
     step: int
     reason: str
     saved: str | None
+
+
+def for_all_roles(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Calls a function for each item, also after it has failed for another one, and returns the results.
+
+    Raises the first CheckpointError or TimeoutError after all calls. Further errors are logged.
+    """
+    results: list[Result] = []
+    errors: list[CheckpointError | TimeoutError] = []
+    for item in items:
+        try:
+            results.append(call(item))
+        except (CheckpointError, TimeoutError) as error:
+            errors.append(error)
+    for further in errors[1:]:
+        logger.error("%s", further)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def time_for_waits(left_s: float) -> float:
@@ -232,18 +255,7 @@ class LastSave:
 
         Raises CheckpointError or TimeoutError if one has failed or is still under way, after all have been waited for.
         """
-        saved: list[str | None] = []
-        errors: list[CheckpointError | TimeoutError] = []
-        for handle in handles:
-            try:
-                saved.append(self._await(handle))
-            except (CheckpointError, TimeoutError) as error:
-                errors.append(error)
-        for further in errors[1:]:
-            logger.error("%s", further)
-        if errors:
-            raise errors[0]
-        return least_safe(saved)
+        return least_safe(for_all_roles(self._await, handles))
 
     def _await(self, handle: SaveHandle) -> str | None:
         """Waits for a save and for the copies that make it safe, as long as there is time.
