@@ -317,19 +317,14 @@ def is_trial_dir(name: str) -> bool:
     return _TRIAL_DIR.fullmatch(name) is not None
 
 
-def is_tracker_under_way(name: str) -> bool:
-    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a tracker."""
-    return name.startswith(f".{TRACKER_FILE}.")
+def is_under_way(name: str, file: Path) -> bool:
+    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a file."""
+    return name.startswith(f".{file.name}.")
 
 
 def trainer_file(root: Path, role: str) -> Path:
     """Returns the file of the trainer lock, which records the process that saves `role` below `root`."""
     return root / f".{role}.trainer.json"
-
-
-def is_trainer_file_under_way(name: str, role: str) -> bool:
-    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a trainer lock."""
-    return name.startswith(f".{trainer_file(Path(), role).name}.")
 
 
 def role_of_trainer_file(name: str) -> str | None:
@@ -341,11 +336,6 @@ def role_of_trainer_file(name: str) -> str | None:
 def rules_file(root: Path, role: str) -> Path:
     """Returns the file with the rules of retention of a role that shares its steps with other roles."""
     return root / f".{role}.retention.json"
-
-
-def is_rules_file_under_way(name: str, role: str) -> bool:
-    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a role's rules."""
-    return name.startswith(f".{rules_file(Path(), role).name}.")
 
 
 def role_of_rules_file(name: str) -> str | None:

@@ -39,6 +39,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         return
     with naming_owner(root):
         listed = list(root.iterdir())
+    replaced = root / file_names.TRACKER_FILE, file_names.trainer_file(root, role), file_names.rules_file(root, role)
     for entry in listed:
         if file_names.is_deleted_dir(entry.name):
             if is_deleted_for_good(entry, alone):
@@ -46,11 +47,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         elif file_names.is_trial_dir(entry.name):
             if is_dead_trial(entry, by_age=alone):
                 remove_folder(entry)
-        elif alone and (
-            file_names.is_tracker_under_way(entry.name)
-            or file_names.is_trainer_file_under_way(entry.name, role)
-            or file_names.is_rules_file_under_way(entry.name, role)
-        ):
+        elif alone and any(file_names.is_under_way(entry.name, file) for file in replaced):
             _unlink(entry)
     # The name of a work folder next to a step does not contain its role. If the owner of such a folder cannot be
     # checked, the folder counts as this role's only if no trainer of another role holds a lock.

@@ -48,7 +48,7 @@ def test_no_name_is_longer_than_file_systems_take() -> None:
     longest = Path("root") / "global_steps_4611686018427387903" / file_names.check_role("a" * 128)
     attempt = "f" * 32
     under_way = f".{file_names.trainer_file(Path(), longest.name).name}.{attempt}"  # storage.files.replace_file
-    assert file_names.is_trainer_file_under_way(under_way, longest.name)
+    assert file_names.is_under_way(under_way, file_names.trainer_file(Path(), longest.name))
     names = [file_names.staging_dir(longest, attempt).name, file_names.replaced_dir(longest, attempt).name, under_way]
     names.append(file_names.deleted_dir(longest.parent, attempt).name)
     assert max(map(len, names)) <= 255

@@ -351,7 +351,7 @@ def test_a_lock_of_another_user_is_told_by_name(
 def test_leftovers_of_another_user_are_told_by_name(place: Path) -> None:
     step_path = file_names.step_dir(place, 1)
     tracker = place / f".{file_names.TRACKER_FILE}.{'a' * 32}"
-    assert file_names.is_tracker_under_way(tracker.name)
+    assert file_names.is_under_way(tracker.name, place / file_names.TRACKER_FILE)
 
     def leave() -> None:
         file_names.staging_dir(step_path / ROLE, "a" * 32).mkdir(parents=True)
