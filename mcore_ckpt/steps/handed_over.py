@@ -17,12 +17,12 @@ from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest_summary
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.errors import CheckpointCorruptError, CommitError
 from mcore_ckpt.io import json_fields, limits
 from mcore_ckpt.io.access import is_foreign
 from mcore_ckpt.io.file_copies import copy_hashed
 from mcore_ckpt.io.files import inside, names_in, read_small, sync_dir, write_file
+from mcore_ckpt.steps.listing import is_of_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def end_links(note: Path, alone: bool) -> None:
     role_dir = note.with_name(parsed[0])
     # Look at the staging folder first, because the commit may rename it at any moment.
     has_ended = alone or not file_names.staging_dir(role_dir, parsed[1]).exists()
-    if not _is_committed(role_dir, parsed[1]):
+    if not is_of_attempt(role_dir, parsed[1]):
         if has_ended:
             file_names.handed_over_copy(note).unlink(missing_ok=True)
             note.unlink(missing_ok=True)
@@ -127,12 +127,6 @@ def remove_notes(staging: Path) -> None:
         for entry in list(staging.parent.iterdir()):
             if work is not None and file_names.parse_handed_over_note(entry.name) == (work.role, work.attempt):
                 entry.unlink()
-
-
-def _is_committed(role_dir: Path, attempt: str) -> bool:
-    with suppress(CheckpointNotFoundError, CheckpointCorruptError):
-        return read_manifest_summary(role_dir).attempt == attempt
-    return False
 
 
 def _end_link(file: LinkedFile, role_dir: Path, note: Path) -> None:

@@ -564,6 +564,11 @@ def heads_at(role_dir: Path) -> list[ManifestSummary]:
         return []
 
 
+def is_of_attempt(role_dir: Path, attempt: str) -> bool:
+    """True if the checkpoint that is committed in a role's folder is that of a save. Raises OSError."""
+    return [head.attempt for head in heads_at(role_dir)] == [attempt]
+
+
 def check_own_step(path: Path) -> None:
     """Raises CommitError if a step that is about to be replaced or removed belongs to another run. Raises OSError."""
     below(path.parent).check(path, step_status(path).says.values())

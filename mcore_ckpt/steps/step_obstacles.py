@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps.listing import StepStatus, heads_at
+from mcore_ckpt.steps.listing import StepStatus, is_of_attempt
 from mcore_ckpt.steps.work_folders import is_in_use
 
 
@@ -36,7 +36,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 def _is_replaced(status: StepStatus, role: str, path: Path) -> bool:
     """True if a role of a step that is now at `path` was saved again since the status was read."""
     role_dir = path if role == status.flat else path / role
-    return [head.attempt for head in heads_at(role_dir)] != [status.says[role].attempt]
+    return not is_of_attempt(role_dir, status.says[role].attempt)
 
 
 def check_may_rename(step_path: Path) -> None:

@@ -33,7 +33,7 @@ from mcore_ckpt.io.file_copies import clone_file, copy_checked, copy_durably, li
 from mcore_ckpt.io.files import inside, make_folders, sync_file, sync_folders_below
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.steps.later_metrics import metrics_of
-from mcore_ckpt.steps.listing import StepStatus, heads_at, holds_something, is_step, list_steps
+from mcore_ckpt.steps.listing import StepStatus, holds_something, is_of_attempt, is_step, list_steps
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.read_lock import reading
@@ -242,7 +242,7 @@ def _check_unchanged(sources: Mapping[str, Path], found: Mapping[str, Manifest])
     The read lock keeps others from deleting the step, but its trainer may save it again.
     """
     for role, manifest in found.items():
-        if [head.attempt for head in heads_at(sources[role])] != [manifest.attempt]:
+        if not is_of_attempt(sources[role], manifest.attempt):
             raise CommitError(
                 f"{sources[role]}: was saved again or has changed while it was copied, so nothing was written: call "
                 "branch again once no trainer saves this step"
