@@ -70,20 +70,26 @@ def test_a_handler_that_came_later_stays_and_reaches_the_earlier_one_through_our
     assert signals.first is None
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 3)])
-def test_only_signals_that_end_children_end_a_forked_child(number: int, status: int) -> None:
-    """A data loader's worker must end when its parent ends it, and only then: Slurm signals all processes of a step."""
-    before = signal.signal(number, signal.SIG_DFL)
-    signals = Signals([number])
-    signals.install(can_do_without=False)
+def status_of_forked_child(signals: Signals, number: int) -> int:
+    """The exit code of a child that raises a signal: 3 if it goes on after that."""
     pid = os.fork()
     if pid == 0:
         signal.raise_signal(number)
         os._exit(3)
     _, found = os.waitpid(pid, 0)
     signals.remove()
+    return os.waitstatus_to_exitcode(found)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 3)])
+def test_only_signals_that_end_children_end_a_forked_child(number: int, status: int) -> None:
+    """A data loader's worker must end when its parent ends it, and only then: Slurm signals all processes of a step."""
+    before = signal.signal(number, signal.SIG_DFL)
+    signals = Signals([number])
+    signals.install(can_do_without=False)
+    found = status_of_forked_child(signals, number)
     signal.signal(number, before)
-    assert os.waitstatus_to_exitcode(found) == status
+    assert found == status
     assert signals.first is None
 
 
@@ -91,13 +97,7 @@ def test_a_handler_from_before_hears_the_signal_in_a_forked_child_too() -> None:
     signal.signal(NUMBER, lambda number, frame: os._exit(4))
     signals = Signals([NUMBER])
     signals.install(can_do_without=False)
-    pid = os.fork()
-    if pid == 0:
-        signal.raise_signal(NUMBER)
-        os._exit(3)
-    _, found = os.waitpid(pid, 0)
-    signals.remove()
-    assert os.waitstatus_to_exitcode(found) == 4
+    assert status_of_forked_child(signals, NUMBER) == 4
 
 
 def ignore_signals(worker: int) -> None:
