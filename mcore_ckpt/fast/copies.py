@@ -29,6 +29,7 @@ from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.io.worker import Handle, NoThreadError, Worker
+from mcore_ckpt.ranks.deadlines import deadline_after, seconds_until
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.transaction import Attempt
@@ -127,12 +128,12 @@ class Copies:
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
         """Waits until no copies, or no copies of `step` if given, are under way or queued. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         with self._lock:
             pending = [each.handle for each in self._pending]
         for handle in pending:
             if step in (None, handle.step):
-                handle.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                handle.wait(seconds_until(deadline))
 
     def close(self) -> None:
         """Gives up the copies that are under way or queued, and waits for the end of the thread."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +17,7 @@ from mcore_ckpt.fast.drains import Drains
 from mcore_ckpt.fast.found import found_on_nodes, own_held
 from mcore_ckpt.fast.tier import NodeTier, open_tier
 from mcore_ckpt.io.disk_watch import DiskWatch
+from mcore_ckpt.ranks.deadlines import deadline_after, seconds_until
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.choice import order_of
@@ -76,12 +76,12 @@ class FastSaves:
         Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
         file of the new save. Returns False if a copy is still under way after `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         try:
             self.copies.wait(timeout, step)
         except TimeoutError:
             return False
-        return self.drains.wait_for_copy(step, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self.drains.wait_for_copy(step, seconds_until(deadline))
 
     def plan_durable(self) -> tuple[bool, int]:
         """Returns whether the next step also goes to the root, and how many saves have begun, including this one.

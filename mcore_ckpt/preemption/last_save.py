@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from mcore_ckpt.errors import CheckpointError, InvalidStateError
 from mcore_ckpt.preemption.choice import DURABLE, ON_NODES, Choice, Times, choose, least_safe, patience_before
+from mcore_ckpt.ranks.deadlines import seconds_until
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.save_control import SaveControl
@@ -140,7 +141,7 @@ class LastSave:
 
     @property
     def _patience_s(self) -> float | None:
-        return _seconds_until(self._ends_at)
+        return seconds_until(self._ends_at)
 
     def _end_saves_under_way(self) -> None:
         for background in (control.background for control in self._controls):
@@ -159,10 +160,10 @@ class LastSave:
         times = self.times
         durable = times.durable_s, times.is_known
         until = self._last_moment_before(*durable)
-        is_drained = all(each.await_drain(_seconds_until(until)) for each in places)
+        is_drained = all(each.await_drain(seconds_until(until)) for each in places)
         on_nodes = times.commit_s, times.commit_s is not None
         until = self._last_moment_before(*(on_nodes if self._saved_already(step) is None else durable))
-        is_copied = all(each.await_copies_of(step, _seconds_until(until)) for each in places)
+        is_copied = all(each.await_copies_of(step, seconds_until(until)) for each in places)
 
         def work() -> Record:
             return {
@@ -285,11 +286,6 @@ class LastSave:
         else:
             reason = choice.reason or "the last save was skipped"
             logger.warning("step %d is not saved, so the newest complete step remains: %s", step, reason)
-
-
-def _seconds_until(at: float) -> float | None:
-    """Returns how long a wait that ends at a time (`time.monotonic()`) may last; None: without a limit."""
-    return None if at == math.inf else max(0.0, at - time.monotonic())
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

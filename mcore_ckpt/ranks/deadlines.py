@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 # torch's key-value store accepts 8 MiB per message and drops the connection of a client that sends more
 # (2.13, `TCPStoreLibUvBackend.cpp`, MAX_PAYLOAD_LEN). Messages of more than PLAIN_MESSAGE_BYTES are compressed.
 # Messages that still have more than MESSAGE_BYTES are refused.
@@ -48,3 +51,13 @@ EXIT_WAIT_S = 60.0
 # How long a node waits for each piece of another node's answer, in seconds. A node that is silent for so long counts as
 # lost.
 PEER_TIMEOUT_S = 60.0
+
+
+def deadline_after(seconds: float | None) -> float:
+    """Returns when a wait ends that begins now (`time.monotonic()`); infinite for None, which is without a limit."""
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def seconds_until(deadline: float) -> float | None:
+    """Returns how long a wait that ends at a time (`time.monotonic()`) may last; None: without a limit."""
+    return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
