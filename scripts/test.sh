@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The folders of each part of --full. `rest` has what no other part has, and `chaos` what scripts do.
+# The folders and files of each part of --full. `rest` has what no other part has, and `chaos` what scripts do.
 declare -A folders=(
     [ranks]="tests/distributed"
     [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/preemption tests/faults/crash"
@@ -22,8 +22,9 @@ declare -A folders=(
     [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/te"
     [native]="tests/cuda tests/native tests/gpu"
     [power]="tests/faults/power"
+    [versions]="tests/test_versions.py"
 )
-PARTS=(ranks saves files tools frameworks native power rest chaos)
+PARTS=(ranks saves files tools frameworks native power versions rest chaos)
 
 tier=ci coverage= browser= parts=("${PARTS[@]}")
 while [ $# -gt 0 ]; do

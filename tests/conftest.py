@@ -156,7 +156,8 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 def _group(item: pytest.Item) -> str:
     """What one process of pytest-xdist runs: a file, or the part of a file for one world size.
 
-    There is one group of four ranks, one of eight and one on simulated hosts, so that only one process forks them.
+    There is one group of four ranks, one of eight and one on simulated hosts, so that only one process forks them. A
+    test that names a group itself is in a group with both names: pytest-xdist joins them.
     """
     if _is_on_simulated_hosts(item):
         return "simulated hosts"

@@ -1,6 +1,7 @@
 """Every supported version of megatron-core: one case for each reason, and checkpoints that go from one to another.
 
-All other tests run with the newest version (scripts/test.sh).
+All other tests run with the newest version (scripts/test.sh). With --full each version has a group of pytest-xdist: one
+after the other, all of them would take hours.
 """
 
 import json
@@ -31,6 +32,17 @@ LAYOUT: dict[str, Any] = {
 
 # The form in which Megatron saves the optimizer in torch_dist.
 FORM = "fully_reshardable"
+
+
+def version_params(versions: Sequence[str], *, in_ci: str | None = None) -> list[Any]:
+    """Versions as parameters, each in its own group. CI has only the one of `in_ci`."""
+    return [
+        pytest.param(
+            version,
+            marks=[pytest.mark.xdist_group(version), *([] if version == in_ci else [pytest.mark.full])],
+        )
+        for version in versions
+    ]
 
 
 def tensor_files(checkpoint: Path) -> dict[str, bytes]:
@@ -89,9 +101,8 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("saved", VERSIONS)
+@pytest.mark.parametrize("saved", version_params(VERSIONS))
 def test_every_version_loads_every_other(
     saved: str, version: str, saved_by: Callable[[str], Path], run_python: Callable[..., str]
 ) -> None:
@@ -103,10 +114,7 @@ def test_every_version_loads_every_other(
 
 
 # CI has the oldest, and the newest runs all tests.
-@pytest.mark.parametrize(
-    "version",
-    [pytest.param(version, marks=() if version == VERSIONS[0] else pytest.mark.full) for version in VERSIONS[:-1]],
-)
+@pytest.mark.parametrize("version", version_params(VERSIONS[:-1], in_ci=VERSIONS[0]))
 def test_one_case_for_each_reason(version: str, run_python: Callable[..., str], inner_pytest: list[str]) -> None:
     """With --full, all cases of the same files."""
     is_full = "--full" in inner_pytest

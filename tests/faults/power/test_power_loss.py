@@ -47,7 +47,9 @@ def test_a_part_of_the_states_of_all_else(tmp_path: Path) -> None:
     assert run(tmp_path, "outputs", "--states", "30", "--samples", "1")["tried"] == 30
 
 
+# Two groups of pytest-xdist, because each of the two runs one process for half an hour.
 @pytest.mark.full
+@pytest.mark.xdist_group("saves")
 def test_all_states_and_every_sync_of_saves(tmp_path: Path) -> None:
     found = run(tmp_path, "saves", "--syncs", ".")
     assert found["tried"] == found["distinct"]
@@ -57,6 +59,7 @@ def test_all_states_and_every_sync_of_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.xdist_group("outputs")
 def test_all_states_of_all_else(tmp_path: Path) -> None:
     """Its syncs, one by one, take an hour and more: `scripts/power_loss.sh outputs --syncs .` by hand."""
     found = run(tmp_path, "outputs")
