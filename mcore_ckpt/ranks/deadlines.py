@@ -11,7 +11,8 @@ import time
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
 # A decompressed message has at most UNPACKED_BYTES, and at most MOST_UNPACKED_PER_BYTE for each compressed byte. Lists
-# of tensor names become 20 to 30 times as long. Without a limit, a few bytes could fill the memory.
+# of tensor names become 20 to 30 times as long when they are decompressed. Without a limit, a few bytes could fill the
+# memory.
 UNPACKED_BYTES = 256 << 20
 MOST_UNPACKED_PER_BYTE = 100
 
@@ -32,8 +33,8 @@ RANKS_AT_ONCE = 256
 # must still be waiting when rank 0 tells them.
 EXTRA_WAIT_S = 1.5
 
-# If the machine is expected to go within this time (seconds), a wait that begins now is not shortened any more: a rank
-# that comes a moment before the machine's end would give up waiting for other ranks, which come a moment later.
+# If the machine is expected to go within this time (seconds), a wait that begins now is not shortened any more.
+# Otherwise a rank that comes a moment before the machine goes would not wait for ranks that come a moment later.
 SHORTEST_WAIT_S = 1.0
 # If a limit has ended a wait, the next waits of the same round get this many seconds each: the answer may be under way.
 LAST_WAIT_S = 0.5
@@ -54,10 +55,10 @@ PEER_TIMEOUT_S = 60.0
 
 
 def deadline_after(seconds: float | None) -> float:
-    """Returns when a wait ends that begins now (`time.monotonic()`); infinite for None, which is without a limit."""
+    """Returns the time (`time.monotonic()`) that is `seconds` from now; infinite for None."""
     return math.inf if seconds is None else time.monotonic() + seconds
 
 
 def seconds_until(deadline: float) -> float | None:
-    """Returns how long a wait that ends at a time (`time.monotonic()`) may last; None: without a limit."""
+    """Returns how many seconds are left until `deadline` (`time.monotonic()`); None if `deadline` is infinite."""
     return None if deadline == math.inf else max(0.0, deadline - time.monotonic())

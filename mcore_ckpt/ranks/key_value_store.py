@@ -40,8 +40,8 @@ class WaitLimit:
 
     Attributes:
         at: every wait ends at this time.
-        expected_at: the machine is expected to go at this time, so a wait ends then. It does not limit waits that begin
-            after this time: the machine is then still there, so the time was wrong.
+        expected_at: the machine is expected to go at this time, so a wait ends then. Waits that begin after this time
+            are not limited: the machine is then still there, so the time was wrong.
     """
 
     at: float = math.inf
@@ -132,7 +132,7 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
 
 
 def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], object] = len) -> Callable[[], bool]:
-    """Returns a function for `poll` that returns True once the store has all keys.
+    """Returns a function for `poll`. The function returns True once the store has all keys.
 
     The function asks for RANKS_AT_ONCE keys at a time, and never again for keys that were there. Otherwise each poll
     would ask for thousands of keys, which holds up this process's other threads. The function calls `found` with each
@@ -156,7 +156,7 @@ def value_of(store: Any, key: str) -> bytes | None:
 
 
 def is_shared(store: Any) -> bool:
-    """False for a store in the memory of this process, of which a forked child has its own copy."""
+    """False for a store in the memory of this process: a forked child has its own copy of such a store."""
     if isinstance(store, OwnStore):
         return False
     import torch.distributed as dist

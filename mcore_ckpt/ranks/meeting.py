@@ -1,8 +1,9 @@
 """Lets ranks meet under a name that no earlier group of ranks has used.
 
-The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers with the store of the
-dead workers (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), which still contains all their keys. With
-numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an answer.
+The job's key-value store outlives the job's processes. `torchrun --max-restarts` starts new workers with the store of
+the dead workers (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`). This store still contains all keys of the
+dead workers. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's
+message as an answer.
 
 So names are random: rank 0 publishes a new name, and goes on when all other ranks have answered.
 

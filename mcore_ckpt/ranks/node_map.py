@@ -89,8 +89,8 @@ class NodeMap:
     def preferred(self, number: int) -> tuple[int, ...]:
         """Returns the nodes that copies of a node's files may go to, the best first.
 
-        These are the nodes of other failure domains. A node of a domain that has no copy yet precedes all nodes of
-        domains that have one. If no domains are given, the node with the next number is the best.
+        These are the nodes of other failure domains. The list has one node of each other domain first, then a second
+        node of each domain, and so on. If no domains are given, the node with the next number is the best.
         """
         if number not in self._preferred:  # cached, because a save asks once for each file
             self._preferred[number] = self._in_order(number)

@@ -96,8 +96,9 @@ class Round:
     def wait(self, ready: Callable[[], bool], pollers: int, deadline: float) -> bool:
         """Calls `ready` until it returns True. Returns False if the deadline or the limit of waits passes first.
 
-        For `pollers` see `poll`. If the limit has ended a wait of this round, or of the round around it, the following
-        waits are short. Otherwise they would count as later waits, which the limit may leave alone.
+        For `pollers` see `poll`. If the limit has ended a wait of this round or of an outer round, all further waits of
+        this round last at most LAST_WAIT_S seconds. Otherwise these waits might not be limited, because they begin
+        after the time of the limit.
         """
         if self._has_been_cut():
             return poll(ready, pollers, min(deadline, time.monotonic() + deadlines.LAST_WAIT_S), WaitLimit())
@@ -140,7 +141,7 @@ class Round:
     def leave(self, error: BaseException) -> Record | None:
         """Fails the round, because `error` has interrupted this rank. Called on all ranks except rank 0.
 
-        Returns None, or, if rank 0 has already claimed the outcome, the record that the other ranks get.
+        If rank 0 has already claimed the outcome, returns the record that the other ranks get, otherwise None.
         """
         if not self.is_over:
             self.fail(error)  # replaces the record, which rank 0 may have read already
@@ -154,7 +155,7 @@ class Round:
         """Returns the records of all ranks, in the order of the ranks. Called only on rank 0.
 
         Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
-        If a rank gives up before, raises that rank's error at once.
+        If a rank gives up before the deadline, raises that rank's error at once.
         """
         keys = _submission_keys(self.prefix, self._world_size)
         messages: list[Record] = []
@@ -225,9 +226,9 @@ class Round:
     def outcome(self, default: type[CheckpointError], own: BaseException | None = None) -> Record:
         """Waits for the record that rank 0 announces, and returns it. Called on all ranks except rank 0.
 
-        If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
-        stays silent, only the disk shows what it did. Raises the error that rank 0 announces, or `default` if rank 0 is
-        silent. If this rank has failed with `own` and has no time to wait, that error is the outcome.
+        If rank 0 is silent until the deadline but has called `claim`, this rank waits once more, for the same time. If
+        rank 0 stays silent, only the disk shows what rank 0 did. Raises the error that rank 0 announces, or `default`
+        if rank 0 is silent. If this rank has failed with `own` and has no time to wait, `own` is the outcome.
         """
         if not self._wait(self._is_done):
             outcome = self._outcome_so_far() or self._give_up(
@@ -255,7 +256,7 @@ class Round:
     def _read_done(self) -> Record:
         """Returns what was announced. Waits if nothing has been announced yet."""
         message = unpack(self._store.get(f"{self.prefix}/done"))
-        # If another rank has given up, rank 0 may still have to read this rank's submission.
+        # If another rank has given up, rank 0 may still have to read this rank's submission, so the round is not over.
         self.is_over = not message.get("is_given_up", False)
         return message
 
@@ -264,10 +265,10 @@ class Round:
         return (self._outcome_so_far() or {}).get("error")
 
     def _give_up(self, error: Record) -> Record:
-        """Sets the outcome to `error`, unless it is set already. Called on all ranks except rank 0.
+        """Sets the outcome to `error`, unless the outcome is set already. Called on all ranks except rank 0.
 
-        If the outcome is an error, announces it, because the other ranks would otherwise wait much longer: perhaps only
-        this rank knows that its machine goes soon. Returns the outcome.
+        If the outcome is an error, announces the error. Otherwise the other ranks could wait much longer, because
+        perhaps only this rank knows that its machine goes soon. Returns the outcome.
         """
         outcome = self._set_outcome({"error": error})
         if "error" in outcome and not self._is_done():

@@ -62,7 +62,7 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
 
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
-            initialized, or a group of the model's collection has been destroyed.
+            initialized. Also raised if a group of the model's collection has been destroyed.
         UnsupportedError: a group is neither in the collection nor in `parallel_state`.
     """
     if not has_process_group():
@@ -73,7 +73,7 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
             "torch.distributed is initialized but megatron's parallel_state is not: call "
             "parallel_state.initialize_model_parallel(...) first, or build the model with a pg_collection"
         )
-    # If a field was never set, the attribute is missing (until 0.18), or None (0.19).
+    # If a field was never set, the attribute is missing (until megatron 0.18), or None (megatron 0.19).
     found: dict[str, Any] = {
         name: getattr(collection, name, None) or getattr(default, name, None) for name in (*_NEEDED, *_OTHERS)
     }

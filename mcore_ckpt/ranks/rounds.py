@@ -5,15 +5,15 @@ outcome is one key that is set only once (compare-and-set). So either a rank giv
 never both.
 
 Calls (`Agreement.call`) are counted, and rounds are numbered within their call. So a rank may leave a call at any
-moment with an exception: the rank fails the round that the other ranks come to next, and in the next call all ranks
-begin with the same round. This is how an exception of a signal handler ends a call. The opening of a save and the
-commit are rounds of two agreements. So the round of the commit has a name. If a rank is interrupted between the two
-rounds, it uses this name to fail the round of the commit. If rank 0 fails in a round that another rank has given up,
-rank 0 raises the error of that rank. If rank 0 raised an error of another type, it alone would go on to an older
-checkpoint.
+moment with an exception, such as an exception of a signal handler: the rank fails the round that the other ranks come
+to next, and in the next call all ranks begin with the same round. The opening of a save is a round of one agreement,
+and the commit is a round of another agreement. A rank that is interrupted between these two rounds must fail the round
+of the commit. So the round of the commit has a name, by which the rank can fail it. If rank 0 fails in a round that
+another rank has given up, rank 0 raises the error of that rank. With an error of another type, rank 0 alone would go on
+to an older checkpoint.
 
-A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
-a wait that times out leaves C++ warnings on stderr and an unusable client.
+A waiting rank asks the store again and again, with pauses that grow with time and with the number of ranks. The rank
+does not use `store.wait()`: a wait that times out leaves C++ warnings on stderr and an unusable client.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Agreement:
         self._timeout_s = timeout_s
         self._home = Home()
         self._calls = 0
-        self._rounds: int | None = None  # how many the present call has had; None outside of calls
+        self._rounds: int | None = None  # how many rounds the present call has had; None outside of calls
         # The last round that this rank has begun, and earlier rounds of which this rank still has keys.
         self._begun: list[Round] = []
         # The error of the present call that all ranks have learned of. The error of an earlier call is not kept,
@@ -173,7 +173,8 @@ class Agreement:
             self._calls = calls
         elif name is None:
             self._rounds = number
-        # This rank has left the previous round, and so have the ranks that took its records in that round.
+        # This rank has left the previous round, and so have the ranks that took its records there. So nobody needs
+        # these records any more.
         while self._given:
             self._store.delete_key(self._given.pop())
         if self.is_coordinator:
@@ -217,8 +218,8 @@ class Agreement:
     def take(self, key: str, rank: int) -> Record:
         """Waits for the record that `rank` gives in the present round, and returns the record.
 
-        Raises CommitError if that rank has failed, has died, is late, or submits without having given the record, or if
-        another rank has given up.
+        Raises CommitError if `rank` has failed, has died, is late, or submits without having given the record. Raises
+        CommitError also if another rank has given up.
         """
         round_ = self._begun[-1]
         given, submitted = self._given_key(key, rank), submission_key(round_.prefix, rank)
@@ -250,8 +251,8 @@ class Agreement:
     def close(self) -> None:
         """Deletes the keys of this rank. Every rank calls this method after its last round.
 
-        This method waits for nobody and raises nothing. The last rank that closes deletes the keys that other ranks may
-        still have to read. In a forked child this method does nothing.
+        This method waits for nobody and raises nothing. Keys that other ranks may still have to read stay until the
+        last rank closes, which deletes these keys. In a forked child this method does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -283,17 +284,17 @@ class Agreement:
         self._store.delete_key(left)
 
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
-        """Ends all present and future waits within `seconds` from now, or earlier if an earlier call says so.
+        """Ends all present and future waits within `seconds` from now, or earlier if a previous call says so.
 
         Called when the interpreter exits, and when the machine is about to be taken from the training. A signal handler
-        may call it: it takes no lock.
+        may call this method, because the method takes no lock.
 
-        The other ranks may have the same limit, so rank 0 stops waiting a little earlier. Then rank 0 finds out which
-        rank is silent, and thousands of other ranks need not ask the store for it.
+        The other ranks may have the same limit, so rank 0 stops waiting a little earlier. Then rank 0 asks the store
+        which rank is silent, and the other ranks, perhaps thousands, need not ask.
 
         Args:
             seconds: how long waits may last from now.
-            even_later: False if waits that begin after that time are not limited.
+            even_later: whether waits that begin more than `seconds` from now are limited, too.
         """
         head_start_s = min(seconds / 2, deadlines.EXTRA_WAIT_S) if self.is_coordinator else 0.0
         at = time.monotonic() + seconds - head_start_s
@@ -319,7 +320,7 @@ class Agreement:
     def limited(self, seconds: float) -> Iterator[float]:
         """Yields how many seconds the `with` block may wait for something other than a message of a rank.
 
-        If a limit ends that wait, the present round does not wait for other ranks any longer.
+        If a limit ends that wait, each later wait of the present round lasts at most LAST_WAIT_S seconds.
         """
         began, patience_s = time.monotonic(), self.shortened(seconds)
         try:
@@ -351,16 +352,16 @@ class Agreement:
         return any(each.name == name for each in self._begun)
 
     def told(self, error: BaseException) -> None:
-        """Notes that all ranks know of the failure of the present round, for which this rank raises `error`."""
+        """Notes that this rank raises `error` because the present round has failed, as all ranks know."""
         if self._rounds is not None:
             self._told = error
 
     def _delete_submissions(self) -> None:
         """Deletes this rank's submissions to rounds that are over. Called on all ranks except rank 0.
 
-        Each rank deletes its own submissions, because rank 0 would hold up the training with requests for thousands of
-        ranks. A round in which this rank has given up is over when a later round is over. An outer round, to which this
-        rank has not submitted yet, stays in the list.
+        Each rank deletes its own submissions, because requests of rank 0 for thousands of ranks would hold up the
+        training. A round in which this rank has given up is over when a later round is over. An outer round, to which
+        this rank has not submitted yet, stays in the list.
         """
         over = max((number for number, round_ in enumerate(self._begun) if round_.is_over), default=-1)
         for round_ in [each for each in self._begun[: over + 1] if each.has_submitted]:
@@ -370,7 +371,7 @@ class Agreement:
     def _delete_left_rounds(self) -> None:
         """Deletes the keys of rank 0 in rounds that all ranks have left.
 
-        A rank that has submitted to a round has left all rounds before it.
+        A rank that has submitted to a round has left all earlier rounds.
 
         A round inside another round (the HuggingFace export of a save) is an exception: a rank that has submitted to
         the inner round has not left the outer round. One inner round is safe, because the next round begins only after
@@ -394,7 +395,7 @@ class Alone(Agreement):
 
 
 class Done(Generic[T]):
-    """Work that a rank has done before a round: its result, if it has one, or its error."""
+    """Work that a rank has done before a round, with the result or the error of the work."""
 
     def __init__(self, results: Sequence[T], error: Exception | None) -> None:
         self._results, self._error = results, error
@@ -415,14 +416,17 @@ class Done(Generic[T]):
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round, while the disk is watched. Raises only what signal handlers raise."""
+    """Does long work before a round, while the disk is watched, and returns the result or the error as a `Done`.
+
+    Raises only what signal handlers raise.
+    """
     return done_here(partial(agreement.runner.run, work))
 
 
 def done_here(work: Callable[[], T]) -> Done[T]:
-    """Does work on this thread before a round, in which all ranks learn if the work failed.
+    """Does work on this thread before a round, and returns the result or the error as a `Done`.
 
-    Raises only what signal handlers raise.
+    If the work has failed, all ranks learn of the error in the round. Raises only what signal handlers raise.
     """
     try:
         return Done([work()], None)
@@ -459,7 +463,7 @@ def decide(
             that takes some ranks much longer than other ranks.
 
     Raises:
-        CheckpointError: of the same type on all ranks.
+        CheckpointError: the round has failed. All ranks raise an error of the same type.
         BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If rank 0
             had acted before, the other ranks return a record instead, and `Agreement.decided` of this rank has the same
             record.
@@ -559,8 +563,8 @@ def agree(
     """Returns, on every rank, what `answer` returns on rank 0.
 
     Every rank calls this function with the same `request`: plain JSON values, or a function that returns them. Raises
-    AgreementError if the requests differ, a rank is missing, or another exception was raised. If a rank raises a
-    CheckpointError, all ranks raise an error of the same type.
+    AgreementError if the requests differ, if a rank is missing, or if a rank raises an exception that is not a
+    CheckpointError. If a rank raises a CheckpointError, all ranks raise an error of the same type.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -571,9 +575,9 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """Returns the record, if all ranks have submitted the same one.
+    """Returns the record that all ranks have submitted.
 
-    Raises `error`, which names the first rank with another record.
+    Raises `error` if the records differ. The message names the first rank whose record differs from that of rank 0.
     """
     for rank, record in enumerate(records):
         if record != records[0]:
