@@ -10,9 +10,10 @@ from mcore_ckpt.ranks import deadlines
 DURABLE, ON_NODES = "durable", "on the nodes"
 # The time that is reserved for a save, as a multiple of the time that it is expected to take.
 MARGIN = 1.25
-# How long a save, or a copy to the root, is assumed to take before the first one, in seconds.
+# How long a save, or a copy to the root, is assumed to take until one has been measured, in seconds.
 _UNKNOWN_S = 60.0
-# The time that is reserved for the choice itself, in seconds. Rank 0's time ends earlier than that of the other ranks.
+# The time that is reserved for the choice itself, in seconds. EXTRA_WAIT_S is a part of it, because waits of rank 0 may
+# end that much earlier than waits of the other ranks.
 TO_CHOOSE_S = deadlines.EXTRA_WAIT_S + 1.0
 # The share of the remaining time that may pass before a save of unknown length begins.
 _SHARE_BEFORE_UNKNOWN = 0.5
@@ -63,7 +64,7 @@ class Times:
     def reserve_s(self) -> float:
         """How long before the end of the training's time a durable save must begin, at the latest.
 
-        At that time all nodes go, so a step that is only on the nodes is lost.
+        All nodes go at the end of the training's time, so a step that is only on the nodes would be lost.
         """
         known_s = 0.0 if self.durable_s is None else self.durable_s * MARGIN
         return known_s if self.is_known else known_s + _UNKNOWN_S
@@ -98,8 +99,8 @@ def choose(
         times: how long saves take. A save of unknown length is tried.
         saved: how the step is saved already; None if it is not.
         has_nodes, has_root: where saves can go.
-        is_drained: False if an earlier step is still being copied to the root, for which a durable save would wait.
-        is_copied: False if the step itself is still being copied, for which each save of the step would wait.
+        is_drained: False if an earlier step is still being copied to the root. A durable save would wait for this copy.
+        is_copied: False if the step itself is still being copied. Each save of the step would wait for this copy.
     """
     if saved == DURABLE:
         return Choice(saved, is_new=False)
@@ -127,5 +128,8 @@ def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
 
 
 def least_safe(saved: Iterable[str | None]) -> str | None:
-    """Returns how a step is saved of which each role is saved in one of these ways. None: it is not saved."""
+    """Returns the least safe of the ways in which a step's roles are saved.
+
+    None: a role is not saved, or there is no role.
+    """
     return min(saved, key=(None, ON_NODES, DURABLE).index, default=None)

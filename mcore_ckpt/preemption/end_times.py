@@ -43,11 +43,11 @@ def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime |
     """Returns when the machine goes; None if that is not known.
 
     An end that has passed does not count. It belongs to another job, whose environment this process has inherited, or
-    the scheduler lets the job go on. With such an end, each start of the training would stop without a save.
+    the scheduler lets the job go on. If such an end counted, each start of the training would stop without a save.
 
     Args:
-        given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment, or
-            from `scontrol` in a Slurm job without a SLURM_JOB_END_TIME that is still to come.
+        given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment. In a
+            Slurm job, ask `scontrol` if the environment has no time that is still to come.
         environment: the variables of the environment.
     """
     if given_s is not None:

@@ -47,18 +47,18 @@ class PreemptionGuard:
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
             it when the training stops. None: no file. If the file is older than `deadline_s` when the guard is entered,
             it was made before this start of the training, so it is ignored.
-        deadline_s: how many seconds after a request to stop the machine goes. A save that would end later is not begun.
-            None: unknown, so the last save may take any time.
+        deadline_s: the time from a request until the machine goes, in seconds. A save that would end later is not
+            begun. None: unknown, so the last save may take any time.
         training_ends_in_s: in how many seconds the machine will be taken away even if no request comes. The training
             stops early enough to save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a
             reservation at SageMaker or Volcengine; `math.inf`: never.
-        save_takes_s: how many seconds a durable save takes (of all roles), as `mcore-ckpt bench` predicts it without
-            parts and `hf_model`. This number counts until this process has made a durable save with each manager. None:
-            unknown, so a save is tried.
-        extra_state: the trainer's own state for the last save, or a function that returns it. Of several managers, the
-            first one saves it.
-        save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`, or
-            with each manager in turn. It returns the handles of all its saves: one handle or a list. If it returns
+        save_takes_s: how many seconds a durable save of all roles takes. `mcore-ckpt bench` predicts this time, but
+            without parts and `hf_model`. The number counts until this process has made a durable save with each
+            manager. None: unknown, so a save is tried.
+        extra_state: the trainer's own state for the last save, or a function that returns this state. If there are
+            several managers, the first manager saves the state.
+        save: a function that saves a step. None: the guard calls `manager.save(step, extra_state)`, for each manager in
+            turn. The function returns the handles of all its saves: one handle or a list. If the function returns
             something else, such as None, or one handle for several managers, then each manager must have begun a save
             of the step. Otherwise the step counts as not saved.
         exit_status: the value of the property `exit_status` if the training was stopped.
@@ -186,8 +186,8 @@ class PreemptionGuard:
 
         All ranks call it equally often, after each step and, if they like, between steps. They may call it at any point
         at which the training state is still that of step `step`. Some of the calls that follow each other quickly are
-        passed over: they return False without asking the other ranks. Which ones depends on `step`, so all ranks give
-        the same steps.
+        passed over: they return False without asking the other ranks. Which calls are passed over depends on `step`,
+        so all ranks must give the same steps.
 
         If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
         the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
@@ -222,7 +222,7 @@ class PreemptionGuard:
         return True
 
     def exit(self) -> NoReturn:
-        """Ends this process with `exit_status`. It does not wait for threads or process groups.
+        """Ends this process with `exit_status`, without waiting for threads or process groups.
 
         So the process ends in time even if a save is still under way, or a collective waits for a dead rank.
         """
@@ -234,9 +234,9 @@ class PreemptionGuard:
     def _limit_waits(self, request: StopRequest) -> None:
         """Ends this rank's waits for other ranks before its machine goes. The other ranks then give up, too.
 
-        Called at the request, by a signal handler or on the thread of the trigger file, because this rank may be
-        waiting for a dead rank already: in the training's own save, or in `should_stop`. Later waits are not limited:
-        if the machine is still there, `deadline_s` was too short.
+        A signal handler, or the thread of the trigger file, calls this method as soon as there is a request, because
+        this rank may already be waiting for a dead rank: in the training's own save, or in `should_stop`. The limit
+        does not apply to waits that begin after its time: if the machine is still there, `deadline_s` was too short.
         """
         if self._deadline_s is None:
             return
@@ -248,7 +248,7 @@ class PreemptionGuard:
             agreement.limit_waits(seconds, even_later=False)
 
     def _ask(self, agreement: Agreement, step: int) -> Record:
-        """Asks all ranks. Returns the reason to stop (None: none), the time left, and how many calls to pass over."""
+        """Asks all ranks. Returns the reason to stop or None, the seconds left, and how many calls to pass over."""
 
         def work() -> Record:
             self._check_open()
@@ -280,7 +280,7 @@ class PreemptionGuard:
             )
 
     def _complain_of_no_source(self) -> None:
-        """Only rank 0 calls it, if nothing can ask for a stop. Raises InvalidArgumentError."""
+        """Raises InvalidArgumentError, or only warns, because nothing can ask for a stop. Called only on rank 0."""
         text = "nothing can stop this training: signals is empty, and trigger_file is not given"
         if self._training_ends_in_s is None and is_named(os.environ):
             # The user may rely on the time limit alone. If the scheduler does not tell the limit, training goes on.
@@ -322,7 +322,7 @@ def _checked_managers(given: Any) -> list[CheckpointManager]:
 
 
 def _save_all(managers: Sequence[CheckpointManager], extra_state: Any, step: int) -> list[SaveHandle]:
-    """Saves with each manager, also if another one has failed. Raises the first error after that."""
+    """Saves with each manager, even after another manager has failed. Raises the first error at the end."""
 
     def save(manager: CheckpointManager) -> SaveHandle:
         return manager.save(step, extra_state if manager is managers[0] else None)

@@ -1,7 +1,7 @@
 """Makes the last save before the machine goes, as safe as the time that is left allows.
 
     wait for a save that is under way, which may be of the last step already
-    wait for copies that the last save waits for, as long as it still fits into the time that is left after them
+    wait for copies that the last save would wait for, as long as the save still fits into the time after the copies
     choose, together with all ranks: durable, on the nodes only, or nothing
     save, and wait for it
 
@@ -41,9 +41,9 @@ class Stopped:
     Attributes:
         step: the last step that was trained.
         reason: what has asked for the stop, with the rank: "SIGTERM on rank 3".
-        saved: how step `step` is saved, as this rank knows it: "durable" (in the root), "on the nodes" (only in the
-            fast tier), or None: it is not saved, and the newest complete step remains. Of several roles, the role that
-            is saved least safely counts.
+        saved: how step `step` is saved, as far as this rank knows: "durable" (in the root), "on the nodes" (only in the
+            fast tier), or None: the step is not saved, and the newest complete step remains. If there are several
+            roles, the role that is saved least safely counts.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Stopped:
 
 
 def for_all_roles(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Calls a function for each item, also after it has failed for another one, and returns the results.
+    """Calls a function for each item, even after a call has failed, and returns the results.
 
     Raises the first CheckpointError or TimeoutError after all calls. Further errors are logged.
     """
@@ -80,21 +80,21 @@ class LastSave:
 
     Args:
         controls: control the managers' saves.
-        save: saves a step. Returns its handles: one, or a list or tuple of all of them. If it returns anything else, or
-            one handle for several managers, each manager must have begun a save of the step.
+        save: saves a step, and returns one handle, or a list or tuple of the handles of all its saves. If it returns
+            anything else, or one handle for several managers, each manager must have begun a save of the step.
         given_s: see `Times.given_s`.
     """
 
     def __init__(self, controls: Sequence[SaveControl], save: Callable[[int], object], given_s: float | None) -> None:
         self._controls, self._save, self._given_s = controls, save, given_s
         self._agreement = controls[0].agreement
-        # The guard has checked that all managers have the same.
+        # The guard has checked that these two values are the same for all managers.
         self._has_nodes, self._has_root = controls[0].destination.has_nodes, controls[0].destination.has_root
         self._ends_at = math.inf
 
     @property
     def times(self) -> Times:
-        """How long saves take, as far as this rank knows. The managers are taken to save one after the other."""
+        """How long saves of all managers take, one after the other, as far as this rank knows."""
         commits = [each.background.longest_s for each in self._controls]
         drains = [each.destination.drain_s for each in self._controls] if self._has_root else [0.0]
         return Times(_sum(commits), _sum(drains), self._given_s)
@@ -102,7 +102,7 @@ class LastSave:
     def make(self, step: int, reason: str, left_s: float | None) -> Stopped:
         """Saves a step, if there is time. Every rank calls it.
 
-        A CheckpointError of the save is logged. Other errors are raised.
+        A CheckpointError or TimeoutError is logged. Other errors are raised.
 
         Args:
             step: the last step that was trained.
@@ -187,7 +187,7 @@ class LastSave:
         return Choice(**decide(self._agreement, f"choosing how to save step {step}", work, combine))
 
     def _saves_of(self, step: int) -> list[SaveHandle]:
-        """Returns the newest save of each manager that is one of this step."""
+        """Returns the newest save of each manager, without saves of other steps."""
         newest = [control.background.newest_of_step for control in self._controls]
         return [each for each in newest if each is not None and each.step == step]
 
@@ -230,15 +230,18 @@ class LastSave:
         return self._with_all_roles(step, given, must_have_all=not given or listed is not returned)
 
     def _has_saved_anyway(self, step: int) -> bool:
-        """Waits for all saves of the step that have begun: another role's save may have, before `save` has raised."""
+        """Waits for all saves of the step that have begun. Returns True if all roles have saved the step.
+
+        `save` may have raised its error after all roles had begun to save.
+        """
         with suppress(CheckpointError, TimeoutError):
             return self._await_all(self._saves_of(step)) is not None and self._saved_already(step) is not None
         return False
 
     def _with_all_roles(self, step: int, given: Sequence[SaveHandle], must_have_all: bool) -> list[SaveHandle]:
-        """Returns the given handles and those of the managers' saves of the step.
+        """Returns the given handles, and the handles of the managers' own saves of the step.
 
-        Raises InvalidStateError if a manager has none, and `must_have_all`.
+        If `must_have_all`, raises InvalidStateError if a manager has no save of the step.
         """
         own = self._saves_of(step)
         found = list(dict.fromkeys([*given, *own]))
@@ -254,7 +257,7 @@ class LastSave:
     def _await_all(self, handles: Sequence[SaveHandle]) -> str | None:
         """Waits for all saves, as long as there is time. Returns how the step is saved.
 
-        Raises CheckpointError or TimeoutError if one has failed or is still under way, after all have been waited for.
+        After the last wait, raises CheckpointError if a save has failed, or TimeoutError if a save is still under way.
         """
         return least_safe(for_all_roles(self._await, handles))
 

@@ -1,10 +1,10 @@
 """Decides at which calls of `should_stop` the ranks ask each other, so that asking costs next to nothing.
 
 Each time the ranks ask, rank 0 says how many calls they let pass until they ask again. So all ranks ask at the same
-calls, without a clock in common. But a call that has been let pass can turn out to be long, and then the ranks cannot
-ask earlier. So rank 0 expects calls as long as those before, and there are two kinds of calls, which are expected by
-themselves: calls after a step, and calls within a step. After hundreds of quick calls within a rollout, the call after
-the long step that follows is not let pass.
+calls, without a clock in common. But if calls that pass turn out to be long, the ranks cannot ask earlier. So rank 0
+assumes that calls take as long as earlier calls. It measures two kinds of calls separately: calls after a step, and
+calls within a step. Otherwise, after hundreds of quick calls within a rollout, the ranks would let the call after a
+long step pass.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Sequence
 # If calls follow each other within less than this (seconds), some are passed over. Otherwise the ranks ask in each
 # call.
 ASK_S = 0.5
-# Asking may take this share of the time. If there is a deadline, the calls of one kind that pass take at most this
-# share of the deadline.
+# Asking may take _SHARE of the time. If there is a deadline, the calls of one kind that pass take at most
+# SHARE_OF_DEADLINE of the deadline.
 _SHARE = 0.01
 SHARE_OF_DEADLINE = 0.1
 # At most this many calls of one kind are passed over, because the times between calls may become much longer.
 MOST = 32
 # How many rounds and calls are remembered.
 _REMEMBERED = 100
-# With a deadline, a long call is remembered for longer: until the rounds since have taken this share of its time.
+# With a deadline, a long call is remembered for longer: until later rounds have taken this share of the call's time.
 SHARE_OF_LONG_CALL = 0.1
 
 
@@ -40,8 +40,8 @@ class _Calls:
         self.left = 0
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._rounds = 0
-        # The long calls that are remembered, the longest first: how long each took, and the number of rounds before.
-        # A call that a later one has outlasted is not needed.
+        # The long calls that are remembered, the longest first: how long each took, and the number of rounds before it.
+        # If a later call takes at least as long, the earlier call is not needed any more.
         self._long: deque[tuple[float, int]] = deque()
 
     @property
@@ -61,12 +61,12 @@ class _Calls:
             self._long.popleft()
 
     def passes(self, pause_s: float, at_most_s: float) -> int:
-        """Returns how many calls pass if they should take `pause_s`, and must not take longer than `at_most_s`."""
+        """Returns how many calls pass. Together they should take `pause_s`, and must not take more than `at_most_s`."""
         if not self._recent:  # nothing is known
             return 0
         recent_s = max(self.longest_recent_s, 1e-6)
-        # Recent calls may all be quick, so a long one is remembered for longer. But not for ever: after a single long
-        # call, such as an evaluation, the ranks would ask in each quick call.
+        # Recent calls may all be quick, so a long call is remembered for longer, but not for ever. Otherwise, after a
+        # single long call, such as an evaluation, the ranks would ask in each quick call from then on.
         longest_s = max(recent_s, self._long[0][0] if self._long else 0.0)
         return min(MOST, math.ceil(pause_s / recent_s) - 1, math.floor(min(at_most_s / longest_s, MOST)))
 
@@ -88,9 +88,9 @@ class Pace:
 
     @property
     def longest_gap_s(self) -> float:
-        """How long it takes until the next round, in seconds, if the calls are like recent ones; 0.0 if none is known.
+        """The longest time until the next round, in seconds, if calls are like recent calls; 0.0 if no call is known.
 
-        It is the time of all calls that pass, and of the longest call after these.
+        This is the time of all calls that pass, and of one more call, the longest.
         """
         passing_s = sum(kind.longest_recent_s * self._passes_of(kind) for kind in self._kinds)
         return passing_s + max(kind.longest_recent_s for kind in self._kinds)
@@ -113,7 +113,7 @@ class Pace:
         """Notes a round.
 
         Args:
-            began: when this rank began it (`time.monotonic()`).
+            began: when this rank began the round (`time.monotonic()`).
             passes: how many calls rank 0 lets pass until the next round (`passes`).
         """
         self._last = time.monotonic()
@@ -128,7 +128,10 @@ class Pace:
 
     @property
     def _round_s(self) -> float:
-        """The shortest round: longer rounds have waited for a slow rank, for which the training waits anyway."""
+        """The time of the shortest round, in seconds.
+
+        Longer rounds have waited for a slow rank. The training would wait for that rank anyway.
+        """
         return min(self._rounds, default=0.0)
 
     def _passes_of(self, kind: _Calls) -> int:

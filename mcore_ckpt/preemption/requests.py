@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
-# The signals by which a parent or a terminal ends a forked child. Another signal of the guard is for the training, and
-# reaches a child only because the scheduler signals all processes: Slurm does so with the processes of a step.
+# The signals by which a parent or a terminal ends a forked child. Any other signal of the guard is for the training. It
+# reaches a child only because the scheduler, such as Slurm, signals all processes of the job step.
 _ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -117,8 +117,8 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if not self._home.is_here and number not in _ENDS_CHILDREN and not callable(before):
-            # This is a forked child, such as a data loader's worker. If the signal ended it, the training would fail in
-            # the next batch, before it can save.
+            # This is a forked child, such as a data loader's worker. If the signal ended the child, the training would
+            # fail in the next batch, before the last save.
             return
         if not self._is_active or not self._home.is_here:
             # This is a forked child, or a later handler calls this one after `remove`.
@@ -149,8 +149,8 @@ class TriggerFile:
 
     Args:
         path: the file.
-        deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that is older than
-            this at `start` was made before this start of the training, and does not count.
+        deadline_s: how long after a request the machine goes, in seconds; None if unknown. If the file is older than
+            `deadline_s` when `start` is called, it was made before this start of the training, and does not count.
         heard: called with the request, on the thread that looks.
 
     Attributes:
@@ -183,7 +183,7 @@ class TriggerFile:
         last = time.monotonic()
         while self.found is None and not self._over.wait(LOOK_S):
             now = time.monotonic()
-            self._look(began=last)  # the file was made after it was last looked for
+            self._look(began=last)  # the file was made after the previous look
             last = now
 
     def _look(self, began: float | None) -> None:
