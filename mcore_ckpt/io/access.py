@@ -1,7 +1,7 @@
 """Decides who may enter new folders and read new files, and refuses folders that other users have made.
 
-A new file or folder is never more open than the folder that it is in, or than the umask allows. So a mode is chosen
-only where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
+A new file or folder is never more open than the folder around it, and never more open than the umask allows. So a mode
+is chosen only where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def mode_in(folder: Path, most: int) -> int:
 
 
 def widen(path: Path, folder: Path, most: int) -> None:
-    """Lets users who may enter a folder of this package also use a file or folder in it that other code has made.
+    """Lets all users who may enter `folder` also use `path`, a file or folder in it that other code has made.
 
-    The file or folder gets the permissions in `most` that `folder` gives, and keeps its own. A file or folder of
-    another user is left as it is. Raises OSError.
+    `path` gets the permissions in `most` that `folder` gives, and keeps the permissions that it has. If `path` belongs
+    to another user, it stays unchanged. Raises OSError.
     """
     if missing := _missing(path, folder, most):
         with suppress(PermissionError):

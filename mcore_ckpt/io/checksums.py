@@ -71,7 +71,7 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress(piece.nbytes)
         return _native.crc32(own.buffer.address, piece.nbytes)
 
-    # A `DiskWatch` sees these threads. It does not see the threads of an executor.
+    # A `DiskWatch` sees the threads of `results_of`. It would not see the threads of an executor.
     found = iter(results_of(list(chain.from_iterable(pieces)), crc_of, tuning.IO_THREADS, are_long=True))
     return [_combine([(piece, next(found)) for piece in of_file]) for of_file in pieces]
 
@@ -137,8 +137,8 @@ def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: P
         try:
             count = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
-            # A direct read may return less than whole pages before the end of the file. Then the next read is not
-            # aligned, and fails.
+            # A direct read may return less than whole pages before the end of the file. Then the next direct read is
+            # not aligned, and fails. So the rest is read through the page cache.
             if error.errno != errno.EINVAL or not done % mmap.PAGESIZE or not _stop_direct(descriptor):
                 raise
             continue

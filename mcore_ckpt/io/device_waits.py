@@ -5,11 +5,11 @@ cannot be woken up.
 
 Threads ask the GPU whether it is done, with pauses of 20 µs to 1 ms, until a deadline. The deadline is `timeout_s`, or
 ten minutes for the copies of a load, which begin after the load has waited for the training. `cudaDeviceSynchronize`
-and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory. CUDA has no variants
-of these calls that do not wait. So these calls run on threads that may be left behind. On an H200 (driver 580),
-`cudaFree` waits for all work, too, so it is not called. The other calls of `csrc/` did not wait behind a stuck kernel:
-registering memory, making, querying and destroying events and streams, and queueing copies. After a deadline, memory
-that the GPU may still write to is never freed.
+and `cudaHostUnregister` wait for all work of the GPU, even for work that does not use the memory to unregister. CUDA
+has no variants of these calls that do not wait. So these calls run on threads that may be left behind. On an H200
+(driver 580), `cudaFree` waits for all work, too, so it is not called. The other calls of `csrc/` did not wait behind a
+stuck kernel: registering memory, making, querying and destroying events and streams, and queueing copies. After a
+deadline, memory that the GPU may still write to is never freed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wait_for_gpu(timeout_s: float) -> None:
     """Waits until the current GPU, if any, has done all queued work. Raises CommitError after `timeout_s` seconds."""
     if not torch.cuda.is_available():
         return
-    if not _native.built_with_cuda:  # without CUDA, all of the state is in host memory, or the save is refused
+    if not _native.built_with_cuda:  # such a build saves only state in host memory, and refuses other saves
         torch.cuda.synchronize()
         return
     gpu = torch.cuda.current_device()

@@ -3,7 +3,7 @@
 Three things limit a folder: the free bytes of its file system, the number of files (inodes) that can still be made, and
 the quotas of the user, group or project that the files will belong to.
 
-A save that would have fitted is never refused. So the size of the files to write is a lower bound, and a limit that the
+A save that would fit is never refused. So the size of the files to write is a lower bound, and a limit that the
 system does not tell is ignored. `DiskSpace.is_certain` is False if files may take less space than their bytes.
 `is_certain` is True only for the types of file systems that are exact (`io/file_systems.py`).
 """
@@ -194,11 +194,11 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
-    # If the folder's project has a quota, the system may report the rest of the quota as the disk's free space. That
-    # number is 0 at the soft limit, although the soft limit may be exceeded for some days.
+    # If the folder's project has a quota, the system may report the rest of the quota as the disk's free space. Such a
+    # number is ignored: it is 0 at the soft limit, although the soft limit may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
-    # Processes with this capability may exceed all quotas except the quotas of XFS.
+    # Processes with the capability CAP_SYS_RESOURCE may exceed all quotas except the quotas of XFS.
     if not rights.may_exceed_quotas or magic == XFS_MAGIC:
         for quota in quotas:
             where = f"{quota} in the file system of {folder}"
@@ -227,7 +227,8 @@ def _disk_limits(
         if rights.may_use_reserve(options):
             # ext4 keeps some blocks for itself, and even root cannot use them.
             free = space.f_bfree - (_own_blocks(device) if magic == EXT_MAGIC else 0)
-        # Instead of a negative number, some network file systems report more free blocks than there are in all.
+        # Some network file systems report a negative number as more free blocks than there are in all. Such a number is
+        # ignored.
         if free <= space.f_blocks:
             yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
     if space.f_files > 0 and space.f_favail <= space.f_files:

@@ -1,9 +1,9 @@
-"""Runs work that uses a file system on its own thread, and gives the work up if a call to the system does not return.
+"""Runs work on another thread, and gives the work up if one of its calls to a file system does not return.
 
 A file system that is frozen, or whose server has gone, gives no answer, not even an error. Nothing wakes a thread that
-waits for such a file system. So while the caller waits, it checks which calls to the system the threads of the work are
-in. If a single call lasts longer than the caller allows, the caller gives the work up. Slow work is not given up,
-however long it takes.
+waits for such a file system. So while the caller waits, the caller checks which calls to the system the threads of the
+work are in. If a single call lasts longer than the caller allows, the caller gives the work up. Slow work is not given
+up, however long it takes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WAITERS = (
 
 
 class Job(Protocol):
-    """A job of the extension, which makes its calls to the system on threads that Python does not see."""
+    """A job of the extension. Its calls to the system are made on threads that Python does not see."""
 
     def longest_call(self) -> tuple[str, str, float] | None: ...
     def cancel(self) -> None: ...
@@ -162,11 +162,11 @@ def _frames() -> dict[int, FrameType]:
     """Returns the innermost frame of each thread, by the thread's identifier.
 
     In some versions of Python (seen in 3.11.7), `sys._current_frames` holds the interpreter's lock of all threads while
-    it makes its dictionary. If a collection of garbage begins there, it can run Python code, and so let another thread
-    run. If that thread starts a thread or calls this function, both wait for each other, and the process hangs for
-    ever (python/cpython issue 106883). So nothing is collected during the call.
+    it makes its dictionary. If the garbage collector begins meanwhile, the collector can run Python code, and so let
+    another thread run. If the other thread starts a thread or calls this function, the two threads wait for each other,
+    and the process hangs for ever (python/cpython issue 106883). So the collector is disabled during the call.
     """
-    # In a forked child, the lock may be held by a thread that the child does not have.
+    # Wait only a second: in a forked child, the lock may be held by a thread that the child does not have.
     is_held = _frames_lock.acquire(timeout=1.0)
     was_enabled = gc.isenabled()
     try:
@@ -220,7 +220,7 @@ def _cpu_time(thread: threading.Thread) -> int:
 def _words(frame: FrameType) -> str:
     """Returns the text of the call that a frame is in, such as "os.rename(staging, role_dir)"."""
     code = frame.f_code
-    # The thread may run meanwhile, and a frame that is just beginning or ending has no line.
+    # The thread may run meanwhile. A frame that is just beginning or ending has no line, so each number may be None.
     first, last, start, stop = next(islice(code.co_positions(), max(0, frame.f_lasti // 2), None), (None,) * 4)
     line = linecache.getline(code.co_filename, first or frame.f_lineno or 0)
     words = line.encode()[start:stop].decode(errors="replace") if first == last else line.strip()
@@ -257,7 +257,8 @@ class Work(Generic[Result]):
         self._work, self._timeout_s, self._around, self._who = work, timeout_s, around or nullcontext(), who
         self._left = [] if left is None else left
         # An error may be raised in any thread at any place (`give_up`, Ctrl-C). In a method of `threading.Event` the
-        # error would leave the event's lock locked, and every thread that sets the event or waits for it would hang.
+        # error would leave the event's lock locked, and every thread that sets the event or waits for the event would
+        # hang. So this class has no event.
         self._has_ended, self._is_given_up, self._running = False, False, threading.Lock()
         self._running.acquire()
         self._result: list[Result] = []
@@ -406,7 +407,8 @@ class DiskWatch:
         self._left.append(work)
 
 
-# The watch of all calls that have no manager. It refuses work while work that such a call has given up still hangs.
+# The watch of all calls that have no manager. If such a call has given work up, the watch refuses all further work
+# until that work has ended.
 _calls = DiskWatch(0.0)
 
 

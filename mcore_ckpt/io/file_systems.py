@@ -31,7 +31,7 @@ class FileSystem:
         place: where the files are; `layer` for an overlay, such as a container's.
         magic: the type's number in statfs(2); None if nothing needs the number.
         is_exact: whether each file takes whole blocks of `f_frsize` and never less space than its bytes, and the system
-            tells this host how much space is free. Only on such a type can files be called too large before they are
+            tells this host how much space is free. On other types, no file can be called too large before it is
             written.
         abilities: what the type can do; None if that was not tried.
     """
@@ -62,8 +62,8 @@ _BY_NAME = {
     # btrfs can compress.
     "btrfs": FileSystem("disk", abilities=_ALL),
     # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So the type
-    # does not show whether the upper layer compresses, and an overlay does not count as exact. The path of the upper
-    # layer in mountinfo is a path on the host, and means nothing inside a container.
+    # does not show whether the upper layer compresses, and an overlay does not count as exact. The upper layer cannot
+    # be looked up either: mountinfo has its path on the host, which means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
     # Servers can compress and deduplicate. The free space that they report can also be old, in other units, or the rest
     # of a quota.

@@ -80,13 +80,16 @@ def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> N
 
 
 def make_folders(base: Path, path: str) -> None:
-    """Makes the folders of the file `path` below `base`, but not `base`, which may be a discarded staging folder."""
+    """Makes the folders of the file `path` below `base`.
+
+    Does not make `base`, because a staging folder that was discarded must not come back.
+    """
     for parent in reversed(Path(path).parents[:-1]):
         new_folder(base / parent, exist_ok=True)
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the bytes of a file are on the disk, including those that other processes have written."""
+    """Waits until the bytes of a file are on the disk, whichever process has written them."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -253,7 +256,7 @@ def linked_file(folder: Path, name: str) -> Path:
     """Returns `folder / name` as `inside` does, but also allows links into the HuggingFace hub's cache.
 
     The folder is `<cache>/models--<owner>--<name>/snapshots/<commit>`. Its links lead to `<cache>/models--.../blobs`.
-    Since huggingface_hub 2, links there lead on to the store that all models share,
+    Since huggingface_hub 2, the files in `blobs` can be links, which lead on to the store that all models share,
     `<cache>/blobs/<2 digits>/<64 digits>`.
     """
     path = folder / name

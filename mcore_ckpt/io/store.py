@@ -34,12 +34,15 @@ Result = TypeVar("Result")
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 # URL schemes of stores that report the MD5 of every file, however the file was sent.
 _TELL_MD5 = ("gs", "gcs")
-# URL schemes that fsspec supports only with another package, and the extra of this package that installs it.
+# URL schemes that fsspec supports only with another package, and the extra of mcore_ckpt that installs the other
+# package.
 _PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hdfs": "hdfs"}
 
 
 class Store:
-    """A folder of a remote store. Its methods accept keys, which are paths below the folder. Any thread can call them.
+    """A folder of a remote store. Its methods accept keys, which are paths below the folder.
+
+    Any thread can call the methods.
 
     Args:
         url: a URL in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials are read
@@ -84,7 +87,7 @@ class Store:
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """Returns the type and the text of an error without secrets, and without the secrets of the URL."""
+        """Returns the type and the text of an error, without secrets such as those of the URL."""
         return f"{type(error).__name__}: {self.plain(error)}"
 
     def plain(self, error: BaseException) -> str:
@@ -206,7 +209,7 @@ class Store:
         """Runs `work` until it succeeds, with growing pauses; see `retries.persist`."""
         try:
             return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
-        except FileNotFoundError as error:  # a web server's error quotes the whole URL
+        except FileNotFoundError as error:  # a web server's error quotes the whole URL, with its secrets
             raise FileNotFoundError(self.plain(error)) from None
 
     def names(self, key: str) -> list[str]:
