@@ -1,6 +1,7 @@
 """Finds out which files are below a folder, and how large they are, with one listing of each folder.
 
-A link counts as its target if the target is below the folder, too. A load follows no other link.
+A link counts as its target if the target is below the folder, too. Other links are left out, because a load does not
+follow them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import inside
 from mcore_ckpt.io.threads import results_of
 
-# A file or folder that raises one of these errors cannot be loaded either. Other errors may be temporary.
+# A file or folder that raises one of these errors is left out, because it could not be loaded either. Other errors may
+# be temporary.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 # How many files one thread looks at in a row.
 _FILES_OF_A_LOOK = 64
@@ -64,7 +66,7 @@ def _sizes(
         entries = list(chain.from_iterable(results_of(level, lambda path: _listed(base, path), tuning.LOOK_THREADS)))
         level = [path for path, entry in entries if has_wanted(path, entry)]
         files += (named for named in entries if is_wanted(named[0]) and not named[1].is_dir(follow_symlinks=False))
-    # On file systems whose listings include the sizes (NFS, Lustre), these calls need no answer from the server.
+    # On file systems whose listings include the sizes (NFS, Lustre), the looks need no answer from the server.
     parts = [files[start : start + _FILES_OF_A_LOOK] for start in range(0, len(files), _FILES_OF_A_LOOK)]
     looks = results_of(parts, partial(_look, base), tuning.LOOK_THREADS)
     return {path: size for path, size in chain.from_iterable(looks) if size is not None}

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 # The largest integer that a file may have. A file offset is smaller.
 MAX_INT = 2**62
-# The longest accepted name. It is longer than the name of any tensor, and than any path that a system accepts.
+# The most characters of an accepted name. No tensor has a longer name, and no system accepts a longer path.
 MAX_NAME = 4096
 
 
@@ -48,7 +48,7 @@ def decode(data: bytes) -> dict[str, Any]:
     """
     try:
         value = parse_text(data, _refuse)
-        # Only an escape can spell text that UTF-8 cannot encode.
+        # Text without escapes need not be checked: only an escape can spell text that UTF-8 cannot encode.
         if b"\\u" in data:
             encode(value)
     except FieldError:
@@ -127,9 +127,9 @@ def shown(value: Any) -> str:
 
 
 def as_name(value: Any, key: str) -> str:
-    """Returns `value` if it is a printable name, because a terminal would obey control characters.
+    """Returns `value` if it is a printable name. Raises FieldError otherwise.
 
-    Raises FieldError.
+    A name with control characters is refused, because a terminal would obey them.
     """
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME:
         raise FieldError(f"{key!r} is {shown(value)}, not a name")
@@ -162,7 +162,7 @@ def as_int(value: Any, key: str) -> int:
 
 
 def get_number(record: Mapping[str, Any], key: str) -> float:
-    """Reads a field that must be a number that is 0 or greater, and not infinite. Raises FieldError."""
+    """Reads a field that must be a finite number of at least 0. Raises FieldError."""
     value = record.get(key)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_INT:
         raise FieldError(f"{key!r} is {shown(value)}, not a non-negative number")

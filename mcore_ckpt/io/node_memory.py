@@ -18,8 +18,8 @@ def bytes_free(folder: Path) -> int | None:
 
     None if there is no limit.
 
-    A tmpfs takes memory only when it is written to, so it can report more free bytes than there is memory. Raises
-    OSError.
+    Free memory is a limit, too, if the folder is in memory: a tmpfs takes memory only when it is written to, so it can
+    report more free bytes than there is memory. Raises OSError.
     """
     limits = [limit.free for limit in space_of(folder).limits if limit.kind == "nbytes"]
     if is_memory(folder):
@@ -34,7 +34,7 @@ def is_memory(folder: Path) -> bool:
 
 
 def _free_memory() -> list[int]:
-    """Returns the bytes that the system, and the control group of this process, can still give."""
+    """Returns how many bytes of memory the system can still give, and how many the process's control group can give."""
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -34,7 +34,7 @@ _INHERITS_PROJECT = 0x200
 class Usage(NamedTuple):
     """The use and the limits of a quota, either for bytes or for entries.
 
-    A limit of 0 means no limit. `ends` is the end of the grace period.
+    A limit of 0 means no limit. `ends` is the end of the grace period, in seconds since the epoch.
     """
 
     used: int

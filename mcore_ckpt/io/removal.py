@@ -16,8 +16,8 @@ def remove_tree(folder: Path) -> None:
 
     Entries that cannot be read or removed stay, with the folders that they are in. Everything else is removed.
 
-    `shutil.rmtree` waits for the file system at each file in turn. This function makes the same number of calls, but
-    its calls overlap.
+    `shutil.rmtree` waits for the file system at each file in turn. This function makes as many calls, but the calls
+    overlap.
     """
     _remove_folder(None, str(folder))
 

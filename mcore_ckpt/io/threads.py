@@ -1,4 +1,7 @@
-"""Runs work on threads that an exiting interpreter does not wait for, so that waits for a disk or a store overlap."""
+"""Runs work on several threads, so that waits for a disk or a store overlap.
+
+An exiting interpreter does not wait for these threads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import TypeVar, cast
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Starting a thread takes longer than a few calls to a local file system.
+# At most one thread is started for this many short items, because starting a thread takes longer than a few calls to a
+# local file system.
 _SHORT_ITEMS_OF_A_THREAD = 8
 
 _this_thread = threading.local()
@@ -59,10 +63,10 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 
 
 def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
-    """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
+    """Waits for a worker. If the calling thread is interrupted meanwhile, no further call starts.
 
     Ctrl-C must end the main thread even if a call hangs. Any other thread is interrupted by `disk_watch.Work.give_up`.
-    Such a thread still waits until the calls have ended, because its work ends only then.
+    That thread still waits until the calls have ended, because its work ends only then.
     """
     while worker.is_alive():
         try:
@@ -92,9 +96,8 @@ def results_of(
 ) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    Starts no threads if this module has started the calling thread. Starts no threads for a few items either, unless
-    the calls `are_long`: each call takes much longer than it takes to start a thread. Raises failures as `for_each`
-    does.
+    Starts no threads if this module has started the calling thread. Starts threads for a few items only if the calls
+    `are_long`, so that each call takes much longer than the start of a thread. Raises failures as `for_each` does.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)

@@ -27,8 +27,8 @@ WAIT_FOR_PART = 8
 # checksummed.
 IO_THREADS = 8
 
-# How many calls to a file system run at a time if there are many small calls (looks at steps or files, deletions). If
-# the file system is far away, each call waits for a server.
+# How many calls to a file system run at a time if there are many small calls (looks at steps or files, deletions). The
+# calls overlap, because each call waits for a server if the file system is far away.
 LOOK_THREADS = 32
 
 # A disk reaches its full speed with pieces of this size. The pieces of all threads stay in the CPU's cache until they
@@ -38,8 +38,8 @@ WRITE_BYTES = 4 << 20
 READ_BYTES = 16 << 20
 # How long a thread waits for a GPU before it reads from the GPU or copies to it, if no `timeout_s` is given (seconds).
 DEVICE_READ_S = 600.0
-# A read of a file in memory copies pieces of this size. Pieces of one block stay in the CPU's cache for the block's CRC
-# and for the second copy.
+# A read of a file in memory copies pieces of this size, one block each. A piece stays in the CPU's cache for the CRC of
+# the block and for the second copy.
 READ_MEMORY_BYTES = 1 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.
@@ -49,14 +49,14 @@ SHARE_BYTES = 16 << 20
 # is done.
 COPY_GROUP_BYTES = 64 << 20
 
-# Smaller copies out of a GPU are made by kernels (GATHER_BELOW_BYTES of csrc/device_copier.cu).
+# Copies out of a GPU that are smaller than this are made by kernels (GATHER_BELOW_BYTES of csrc/device_copier.cu).
 GATHER_BELOW_BYTES = 64 << 10
 
-# Size of a piece of the weights that a save makes from main parameters. On the device of the weights there is one piece
-# at a time.
+# A save makes weights from main parameters in pieces of this size. The device of the weights holds one piece at a time.
 WEIGHT_PIECE_BYTES = 256 << 20
 
-# Memory that a load uses for tensors that it cannot fill directly: of another dtype, or not in row-major order.
+# Memory that a load uses for tensors that it cannot fill directly: tensors of another dtype than the stored one, and
+# tensors that are not in row-major order.
 CONVERT_BYTES = 128 << 20
 
 # Approximate size of a batch of tensors that one replica reads and broadcasts to the other replicas.
@@ -74,8 +74,8 @@ HF_FILE_BYTES = 5_000_000_000
 # An in-line export makes more and smaller files, so that more ranks can write a file, but makes none smaller than this.
 HF_LEAST_FILE_BYTES = 1_000_000_000
 
-# How many files are uploaded at a time, the size of the parts of each file, and a number of which that size must be a
-# multiple.
+# How many files are uploaded at a time, and the size of the parts of each file. This size must be a multiple of
+# UPLOAD_PART_MULTIPLE.
 UPLOAD_FILES = 4
 UPLOAD_PART_BYTES = 16 << 20
 UPLOAD_PART_MULTIPLE = 256 << 10
