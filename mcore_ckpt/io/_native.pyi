@@ -2,7 +2,7 @@
 
 An address is what `tensor.data_ptr()` returns, a size is in bytes, and a stream is a raw `cudaStream_t` handle
 (`torch.cuda.Stream.cuda_stream`). If a function has addresses as arguments, the caller must keep the memory alive until
-the function returns. Jobs and copiers keep each `HostBuffer`, `DeviceEvent` and `owner` alive that they receive. All
+the function returns. Jobs and copiers keep alive each `HostBuffer`, `DeviceEvent` and `owner` that they receive. All
 functions that take time release the GIL.
 
     crc = crc32(tensor.data_ptr(), tensor.nbytes)
@@ -124,8 +124,8 @@ class ReadJob:
             block_bytes: how many bytes a CRC covers.
             direct: whether to bypass the page cache if the file system supports that.
             pinned: whether to read into pinned buffers, which is required for destinations on a GPU.
-            device_timeout: how long to wait for a GPU, in seconds: for what is queued on it, and for each copy. If such
-                a wait takes longer, `run` raises DeviceStuck.
+            device_timeout: how many seconds to wait for a GPU: for the work that is queued on it, and for each copy. If
+                such a wait takes longer, `run` raises DeviceStuck.
         """
 
     def add(
@@ -203,7 +203,7 @@ class DeviceStuck(RuntimeError):
     """
 
 def wait_for_device(device: int, timeout: float) -> None:
-    """Waits until a GPU has done all work that is queued on it. A GPU that this process does not use has none.
+    """Waits until a GPU has done all queued work. A GPU that this process does not use has no such work.
 
     Raises DeviceStuck after `timeout` seconds.
     """
@@ -237,7 +237,7 @@ class DeviceCopier:
     """
 
     def __init__(self, device: int, stream: int) -> None:
-        """Prepares copies on a stream, which must exist for as long as a tensor that was recorded on it.
+        """Prepares copies on a stream. The stream must outlive all tensors that were recorded on it.
 
         Raises ValueError for the default stream.
         """
@@ -276,8 +276,8 @@ class DeviceCopier:
     def hold(self, stream: int, timeout: float) -> None:
         """Makes all work that is queued on `stream` from now on wait for the copies, if any are under way.
 
-        The host does not wait, unless the stream is being captured into a CUDA graph. Then it waits for the copies,
-        and raises DeviceStuck after `timeout` seconds. Raises RuntimeError if a copy has failed.
+        The host waits for the copies only if the stream is being captured into a CUDA graph. In this case, raises
+        DeviceStuck after `timeout` seconds. Raises RuntimeError if a copy has failed.
         """
 
     def done(self) -> bool:
@@ -453,8 +453,8 @@ class WriteJob:
             sources: the address of each slot's bytes. It can be 0 for slots outside the range.
             owner: an object that owns the sources. The job keeps this object alive. If it is None, the caller must keep
                 the sources alive until the job has written them or is closed.
-            device: the GPU that some of the sources are on; None if all are in host memory. The job copies them piece
-                by piece. The GPU must have done all work that changes them.
+            device: the GPU that some of the sources are on; None if all are in host memory. The job copies the sources
+                on the GPU piece by piece. The GPU must have done all work that changes these sources.
             on_device: for each slot, whether its source is on the GPU.
             buffer: a buffer with all slots of the range in place. The job writes the gaps into it.
             offset: the offset in the buffer of the file's byte `start`; a multiple of 4096.
@@ -497,8 +497,8 @@ class WriteJob:
 
         Args:
             tail: the last bytes of the file, after the layout's end. None if the range is not the last of the file.
-            patches: pairs `(offset, crc)`. Each CRC is written at its offset as 4 little-endian bytes, and replaces
-                what another writer has written there. Patches are allowed only with a tail.
+            patches: pairs `(offset, crc)`. Each CRC is written at its offset as 4 little-endian bytes, and replaces the
+                bytes that another writer has written there. Patches are allowed only with a tail.
 
         Raises:
             OSError: the file cannot be made durable. It is closed nevertheless.

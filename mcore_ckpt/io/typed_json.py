@@ -3,12 +3,12 @@
 A text that is not of the type is refused at its first wrong value. Long lists are decoded piece by piece, so that
 memory holds only one piece, and the values that the caller keeps.
 
-A piece has about 64 KiB. Numbers are kept packed. To find a name that occurs twice, the decoded values are encoded
-again. If the original text is longer, its names are checked. All other JSON of files, and every message of more than 64
-KiB, passes `json_bounds.py`. That module counts the characters that begin or end values, and compares the counts with
-the size of the text. Honest text has few of these characters. Text that is not ASCII is decoded so that one emoji does
-not make each character take four bytes. Compressed messages that may become too large are first decompressed only to
-count the bytes.
+A piece has about 64 KiB. Callers keep numbers packed in arrays. To find a name that occurs twice, the decoded values
+are encoded again. If the original text is longer than the new text, the names in the original text are checked. JSON of
+files that is not decoded here, and every message of more than 64 KiB, passes `json_bounds.py`. That module counts the
+characters that begin or end values, and compares the counts with the size of the text. Honest text has few of these
+characters. `json_bounds.py` decodes text that is not ASCII in such a way that one emoji does not make each character
+take four bytes of memory. Compressed messages that may become too large are first decompressed only to count the bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a value without spaces, and the members of objects in the order of their names."""
+    """Encodes a value as JSON without spaces. The members of objects are sorted by their names."""
     return msgspec.json.encode(value, order="sorted")
 
 
@@ -80,8 +80,8 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
 class _Pieces(Generic[T]):
     """A long list or object that is decoded a few values at a time. The arguments are as in `LongList`.
 
-    If text in a string looks like `between`, a piece does not end there, because a value that is cut in two is not
-    JSON.
+    If a string contains the text `between`, no piece ends there: a value that is cut in two is not JSON, so the next
+    place is tried.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
     An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
-    called. If so, an exiting interpreter waits for them (`all_workers`), and if the system grants no thread, the thread
-    that adds a function calls it. If not, an exiting interpreter does not wait.
+    called. If so, an exiting interpreter waits for the functions (`all_workers`), and a thread that adds a function
+    calls it if the system grants no thread. If not, an exiting interpreter does not wait.
     """
 
     def __init__(self, name: str, must_finish: bool = True) -> None:
@@ -86,8 +86,9 @@ class Worker:
     def add(self, work: Callable[[], object], instead: bool = False) -> None:
         """Calls a function after the functions that were added before, or `instead` of them. Returns immediately.
 
-        If the system grants no thread, the calling thread does the work if `must_finish` is set; otherwise
-        NoThreadError is raised. If a signal handler raises an exception meanwhile, the function is not called.
+        If the system grants no thread, a worker with `must_finish` calls the function on the calling thread, and any
+        other worker raises NoThreadError. If a signal handler raises an exception meanwhile, the function is not
+        called.
         """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
