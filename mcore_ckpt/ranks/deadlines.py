@@ -49,8 +49,8 @@ DISK_PATIENCE_S = 2.0
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0
 
-# How long a node waits for each piece of another node's answer, in seconds. A node that is silent for so long counts as
-# lost.
+# How long a node waits for each piece of another node's answer, in seconds. A node that is silent for this time counts
+# as lost.
 PEER_TIMEOUT_S = 60.0
 
 

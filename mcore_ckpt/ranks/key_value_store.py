@@ -103,7 +103,7 @@ def unzip(data: bytes) -> bytes:
     most, nbytes = _most_unpacked(len(data)), 0
     try:
         if len(data) * _MOST_OF_ZLIB <= most:
-            return zlib.decompress(data)  # so few bytes cannot become more than `most`
+            return zlib.decompress(data)  # these bytes cannot become more than `most`
         counted = zlib.decompressobj()
         for start in range(0, len(data), _UNZIP_AT_ONCE):
             nbytes += len(counted.decompress(data[start : start + _UNZIP_AT_ONCE]))
@@ -150,7 +150,7 @@ def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], 
 
 
 def value_of(store: Any, key: str) -> bytes | None:
-    """Returns the value of a key, or None. Unlike `get`, it never waits for a key that was deleted a moment ago."""
+    """Returns the value of a key, or None. Never waits for a key that was deleted a moment ago, as `get` would."""
     value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
     return None if value == _NO_VALUE.encode() else value
 
@@ -217,7 +217,7 @@ def timeout_of(rank: int, timeout_s: float) -> float:
 def silence_of(topic: str, ranks: Sequence[int], waited_s: float, is_short: bool = False) -> str:
     """Returns an error message for ranks that are silent.
 
-    `is_short`: a rank gave up before the timeout, because its process or its machine ends soon.
+    `is_short`: whether a rank gave up before the timeout, because its process or its machine ends soon.
     """
     silent = f"{topic}: no word from rank {', '.join(map(str, ranks))} within {waited_s:g} s"
     advice = "A silent rank is dead or stuck: look at its log"

@@ -125,8 +125,8 @@ class NodeMap:
     def writers_of(self, replicas: Sequence[int], copies: int) -> list[tuple[int, ...]]:
         """Groups replicas of a file by node. The replicas on one node together write the file into the node's folder.
 
-        There is one group on the node of the first replica, and one on each of up to `copies` other nodes, which then
-        need no copy. Replicas in no group do not write.
+        There is one group on the node of the first replica, and one group on each of up to `copies` other nodes. These
+        other nodes then need no copy. Replicas in no group do not write.
         """
         by_node, home = self.by_node(replicas), self.number_of(replicas[0])
         others = [node for node in self.preferred(home) if node in by_node][:copies]

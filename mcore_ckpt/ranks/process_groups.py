@@ -98,7 +98,8 @@ def _has_experts(model: Any) -> bool:
 def _checked(found: dict[str, Any], has_experts: bool) -> ProcessGroups:
     missing = [name for name in _NEEDED if found[name] is None]
     if found["dp_cp"] is None and not missing:
-        # Without context parallelism megatron does not ask for this group (setup_process_groups_for_optimizer).
+        # Without context parallelism, megatron does not ask for `dp_cp` (setup_process_groups_for_optimizer), and `dp`
+        # has the same ranks.
         missing = ["dp_cp"] if found["cp"].size() > 1 else []
         found["dp_cp"] = found["dp"]
     of_experts = [name for name in _EXPERTS if found[name] is None]

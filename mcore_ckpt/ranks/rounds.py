@@ -167,7 +167,7 @@ class Agreement:
         wait = self._timeout_s if timeout_s is None else timeout_s
         outer = next((each for each in self._begun if each.is_at_work), None)
         round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name, outer)
-        # Do this first, so that `fail_next_round` finds the round if a signal handler raises below.
+        # Add the round first, so that `fail_next_round` finds it if a signal handler raises below.
         self._begun.append(round_)
         if name is None and self._rounds is None:
             self._calls = calls
@@ -586,7 +586,7 @@ def same_everywhere(records: Sequence[Record], what: str, error: type[Checkpoint
 
 
 def _work_and_submit(round_: Round, work: Callable[[], Record]) -> BaseException | None:
-    """Does this rank's work and submits its record, or submits its error and returns it."""
+    """Does this rank's work and submits the record. If the work fails, submits the error and returns it."""
     try:
         round_.is_at_work = True
         try:
