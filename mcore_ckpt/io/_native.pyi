@@ -30,10 +30,10 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """Computes the CRC-32 of two consecutive pieces from the CRCs of the pieces, in O(log(second_nbytes)) time."""
 
 def crc32_methods() -> list[str]:
-    """Returns those of "avx512", "pclmul", "arm" and "tables" that this CPU can run. `crc32` uses the first of them."""
+    """Returns which of "avx512", "pclmul", "arm" and "tables" this CPU can run. `crc32` uses the first one returned."""
 
 def crc32_by(method: str, address: int, nbytes: int, seed: int = 0) -> int:
-    """Does the same as `crc32` with one of `crc32_methods()`, for tests and benchmarks.
+    """Computes what `crc32` computes by one of `crc32_methods()`, for tests and benchmarks.
 
     Raises ValueError for any other method.
     """

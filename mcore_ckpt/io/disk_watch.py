@@ -240,7 +240,7 @@ def _path(frame: FrameType | None) -> str:
 
 
 class Work(Generic[Result]):
-    """Work on its own thread, which enters the context `around`.
+    """Work that runs on a separate thread. The thread enters the context `around`.
 
     A single call to the system may last `timeout_s` seconds. If a call lasts longer, the work is given up, and added to
     `left`. `who` begins the error's message.
@@ -359,7 +359,8 @@ class DiskWatch:
         timeout_s: how long a single call to the system may last, in seconds.
         around: called on the thread that asks for work. It returns the context that the working thread enters.
         who: the beginning of messages, such as "rank 3: ".
-        beside: the watch of other threads that use the same file systems. If work of one watch hangs, both refuse work.
+        beside: the watch of other threads that use the same file systems. If work of one watch hangs, both watches
+            refuse work.
     """
 
     def __init__(

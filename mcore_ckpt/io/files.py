@@ -112,7 +112,10 @@ def sync_folders(base: Path) -> None:
 
 
 def sync_folders_below(base: Path) -> None:
-    """Does the same as `sync_folders`, but leaves out the names in the folder itself, which the caller syncs later."""
+    """Waits until the names in all folders below `base` are on the disk, but not the names in `base` itself.
+
+    The caller syncs the names in `base` later.
+    """
     for folder, _, _ in os.walk(base):
         if Path(folder) != base:
             sync_dir(Path(folder))

@@ -66,7 +66,7 @@ def _sizes(
         entries = list(chain.from_iterable(results_of(level, lambda path: _listed(base, path), tuning.LOOK_THREADS)))
         level = [path for path, entry in entries if has_wanted(path, entry)]
         files += (named for named in entries if is_wanted(named[0]) and not named[1].is_dir(follow_symlinks=False))
-    # On file systems whose listings include the sizes (NFS, Lustre), the looks need no answer from the server.
+    # On file systems whose listings include the sizes (NFS, Lustre), `_look` needs no answer from the server.
     parts = [files[start : start + _FILES_OF_A_LOOK] for start in range(0, len(files), _FILES_OF_A_LOOK)]
     looks = results_of(parts, partial(_look, base), tuning.LOOK_THREADS)
     return {path: size for path, size in chain.from_iterable(looks) if size is not None}

@@ -97,7 +97,7 @@ def results_of(
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
     Starts no threads if this module has started the calling thread. Starts threads for a few items only if the calls
-    `are_long`, so that each call takes much longer than the start of a thread. Raises failures as `for_each` does.
+    `are_long`: each call takes much longer than the start of a thread. Raises failures as `for_each` does.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)

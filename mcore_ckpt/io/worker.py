@@ -71,8 +71,9 @@ class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
     An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
-    called. If so, an exiting interpreter waits for the functions (`all_workers`), and a thread that adds a function
-    calls it if the system grants no thread. If not, an exiting interpreter does not wait.
+    called. With `must_finish`, an exiting interpreter waits for the functions (`all_workers`). If the system grants no
+    thread, the thread that adds a function calls the function. Without `must_finish`, an exiting interpreter does not
+    wait.
     """
 
     def __init__(self, name: str, must_finish: bool = True) -> None:
