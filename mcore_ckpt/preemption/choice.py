@@ -12,8 +12,8 @@ DURABLE, ON_NODES = "durable", "on the nodes"
 MARGIN = 1.25
 # How long a save, or a copy to the root, is assumed to take until one has been measured, in seconds.
 _UNKNOWN_S = 60.0
-# The time that is reserved for the choice itself, in seconds. EXTRA_WAIT_S is a part of it, because waits of rank 0 may
-# end that much earlier than waits of the other ranks.
+# The time that is reserved for the choice itself, in seconds. It includes EXTRA_WAIT_S, because waits of rank 0 may end
+# EXTRA_WAIT_S earlier than waits of the other ranks.
 TO_CHOOSE_S = deadlines.EXTRA_WAIT_S + 1.0
 # The share of the remaining time that may pass before a save of unknown length begins.
 _SHARE_BEFORE_UNKNOWN = 0.5

@@ -46,8 +46,8 @@ def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime |
     the scheduler lets the job go on. If such an end counted, each start of the training would stop without a save.
 
     Args:
-        given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment. In a
-            Slurm job, ask `scontrol` if the environment has no time that is still to come.
+        given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment. If
+            the environment has no future time, take the time of a Slurm job from `scontrol`.
         environment: the variables of the environment.
     """
     if given_s is not None:

@@ -53,7 +53,7 @@ class PreemptionGuard:
             stops early enough to save. None: the time that SLURM_JOB_END_TIME or `scontrol` gives, or the end of a
             reservation at SageMaker or Volcengine; `math.inf`: never.
         save_takes_s: how many seconds a durable save of all roles takes. `mcore-ckpt bench` predicts this time, but
-            without parts and `hf_model`. The number counts until this process has made a durable save with each
+            without parts and `hf_model`. `save_takes_s` counts until this process has made a durable save with each
             manager. None: unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns this state. If there are
             several managers, the first manager saves the state.

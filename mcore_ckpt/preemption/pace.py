@@ -2,9 +2,9 @@
 
 Each time the ranks ask, rank 0 says how many calls they let pass until they ask again. So all ranks ask at the same
 calls, without a clock in common. But if calls that pass turn out to be long, the ranks cannot ask earlier. So rank 0
-assumes that calls take as long as earlier calls. It measures two kinds of calls separately: calls after a step, and
-calls within a step. Otherwise, after hundreds of quick calls within a rollout, the ranks would let the call after a
-long step pass.
+assumes that the next calls take as long as earlier calls. Rank 0 measures two kinds of calls separately: calls after a
+step, and calls within a step. Otherwise, after hundreds of quick calls within a rollout, the ranks would let the call
+after a long step pass.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class _Calls:
         if not self._recent:  # nothing is known
             return 0
         recent_s = max(self.longest_recent_s, 1e-6)
-        # Recent calls may all be quick, so a long call is remembered for longer, but not for ever. Otherwise, after a
-        # single long call, such as an evaluation, the ranks would ask in each quick call from then on.
+        # Recent calls may all be quick, so a long call is remembered for longer. If it were remembered for ever, the
+        # ranks would ask in each quick call after a single long call, such as an evaluation.
         longest_s = max(recent_s, self._long[0][0] if self._long else 0.0)
         return min(MOST, math.ceil(pause_s / recent_s) - 1, math.floor(min(at_most_s / longest_s, MOST)))
 

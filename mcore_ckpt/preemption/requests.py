@@ -73,8 +73,8 @@ class Signals:
             can_do_without: whether something else can ask for a stop. If so, a thread that cannot handle signals only
                 causes a warning.
 
-        Raises InvalidStateError: this is not the main thread, which alone can handle signals, and nothing else can ask
-        for a stop.
+        Raises InvalidStateError if this is not the main thread, which alone can handle signals, and nothing else can
+        ask for a stop.
         """
         if not self._numbers:
             return
