@@ -75,10 +75,10 @@ def rendezvous_at(
     host: Any = None,
     start_s: float | None = None,
 ) -> Agreement:
-    """Does the same as `rendezvous` on a given store, without a process group.
+    """Waits for all ranks over a given store, and returns the `Agreement` that connects this rank with them.
 
-    `topic` is for messages. `start_s` is how long to wait for ranks that have not started yet; None: `timeout_s`. The
-    other arguments are as in `Agreement`.
+    Needs no process group. `topic` is for messages. `start_s` is how many seconds to wait for ranks that have not
+    started yet; None: `timeout_s`. The other arguments are as in `Agreement`.
     """
     with store_failures(topic, AgreementError):
         meet = _meet_other_ranks if rank == 0 else _meet_rank_0

@@ -220,13 +220,13 @@ class Round:
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
         self._put(f"{self.prefix}/done", message)
-        self.has_submitted = True  # also if an interrupt came while this rank submitted
+        self.has_submitted = True  # even if an interrupt came while this rank submitted
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError], own: BaseException | None = None) -> Record:
         """Waits for the record that rank 0 announces, and returns it. Called on all ranks except rank 0.
 
-        If rank 0 is silent until the deadline but has called `claim`, this rank waits once more, for the same time. If
+        If rank 0 is silent until the deadline but has called `claim`, this rank waits until a second deadline. If
         rank 0 stays silent, only the disk shows what rank 0 did. Raises the error that rank 0 announces, or `default`
         if rank 0 is silent. If this rank has failed with `own` and has no time to wait, `own` is the outcome.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """A rank's place in every parallel dimension. Each rank has its own (pp, tp, cp, dp) and (pp, etp, ep, edp)."""
+    """A rank's place in every parallel dimension. No two ranks have the same (pp, tp, cp, dp) or (pp, etp, ep, edp)."""
 
     tp: int = 0
     pp: int = 0
