@@ -18,10 +18,10 @@ OWNER_FILE = ".owner.json"
 PINNED_FILE = ".pinned"
 # This file in a root, in a remote store or in a folder of `run_home` holds the identity of the run that owns the place.
 RUN_FILE = ".run.json"
-# This file exists only in staging folders. It is a manifest of the files from which the same save exports its
-# HuggingFace model.
+# This file exists only in staging folders. It is a manifest of the files from which the save exports its HuggingFace
+# model.
 WRITTEN_FILE = ".written.json"
-# A `.pt` file of this package is a zip archive. This is the name of the record in it that contains the index.
+# The name of the record that contains the index. The record is in a `.pt` file of this package, which is a zip archive.
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
@@ -43,7 +43,8 @@ PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
-# The names that a save puts into a role's folder. Other files and folders there do not belong to this package.
+# The names that a save puts into a role's folder. All other files and folders in a role's folder do not belong to this
+# package.
 _OWN_NAMES = {
     MANIFEST_FILE,
     OWNER_FILE,
@@ -60,16 +61,18 @@ _OWN_NAMES = {
 _STEP_PREFIX = r"(?:global_steps?_|checkpoint-)"
 _STEP_DIR = re.compile(_STEP_PREFIX + r"(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-# File systems accept names of up to 255 bytes, and the name of a role's staging folder is longer than the role's name.
+# The most characters that a role's name can have. File systems accept names of up to 255 bytes, and the name of a
+# role's staging folder is longer than the role's name.
 _ROLE_LENGTH = 128
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.+)")
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
-# Matches the name of a note of files that were handed over to a checkpoint.
+# Matches the name of a note that lists the files handed over with a save.
 _HANDED_OVER_NOTE = re.compile(r"\.([^/]+)\.handed_over-([0-9a-f]+)-[0-9]{5,9}\.json")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
-# Matches the name of a file, in a step's folder, with metrics that were set after a role's checkpoint was saved.
+# Matches the name of a file with metrics that were set after a role's checkpoint was saved. The file is in the step's
+# folder.
 _METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
 # Matches the name of an optimizer's folder that retention has taken out of a checkpoint, to remove the folder's files.
 _DROPPED_DIR = re.compile(r"\.optim\.dropped-[0-9a-f]+")
@@ -104,7 +107,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the folders of each step below `root`, by step. A folder called `global_steps_<step>` comes first."""
+    """Returns the folders of each step below `root`, by step. A step's folder `global_steps_<step>` comes first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:
@@ -181,7 +184,8 @@ def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
     """Returns the roles of a step without duplicates.
 
     Raises InvalidArgumentError for an invalid role, and for a string, because each of its letters would become a role.
-    Also raises it for roles that differ only in upper and lower case, because they share a folder on some file systems.
+    Also raises InvalidArgumentError for two roles that differ only in upper and lower case, because some file systems
+    would give both roles the same folder.
     """
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
@@ -245,7 +249,10 @@ def parse_handed_over_note(name: str) -> tuple[str, str] | None:
 
 
 def handed_over_copy(note: Path) -> Path:
-    """Returns the temporary file with a copy that replaces a linked file of the checkpoint, from the note's path."""
+    """Returns the temporary file of a copy that will replace a linked file of the checkpoint.
+
+    `note` is the path of the note.
+    """
     return note.with_suffix(".copy")
 
 
@@ -262,8 +269,9 @@ def is_dropped_dir(name: str) -> bool:
 def partial_file(role_dir: Path, path: str, position: int) -> Path:
     """Returns the hidden file into which a copy of another node's file is written until the copy is complete.
 
-    No file of a checkpoint has this name, and a file of a part can have any name in the folder of its part. `path` is
-    the file's path in the role's folder, `position` its position in the manifest's list of files.
+    The hidden file is in the first folder of `path`, and no file of a checkpoint has its name there. Only files of
+    parts can have any name, and they are in deeper folders. `path` is the copied file's path in the role's folder,
+    `position` its position in the manifest's list of files.
     """
     return role_dir / Path(path).parts[0] / f".copy-{position}.partial"
 
@@ -318,7 +326,7 @@ def is_trial_dir(name: str) -> bool:
 
 
 def is_under_way(name: str, file: Path) -> bool:
-    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a file."""
+    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces `file`."""
     return name.startswith(f".{file.name}.")
 
 
@@ -401,7 +409,7 @@ def check_part(name: str) -> str:
 
 
 def problem_of_names(folder: Path, paths: Iterable[str]) -> str | None:
-    """Returns why a manifest cannot list some files, and what the user can do; None if it can list all of them.
+    """Returns why a manifest cannot list some files, and what the user can do; None if a manifest can list all files.
 
     Args:
         folder: the folder that the paths are relative to.

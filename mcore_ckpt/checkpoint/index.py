@@ -25,17 +25,18 @@ BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
 _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
-# Version 2 has coded shards and bound state. An index without these is still written as version 1, which older readers
-# can read, too.
+# Version 2 adds coded shards and bound state. An index that has neither is still written as version 1, so that older
+# readers can read it.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
-# The dtypes that coded shards can be stored in, by the member of the entry that names the coding.
+# A member of an entry, `scale` or `upper`, names the coding of a shard. For each member: the dtypes in which the shard
+# can be stored.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 
 _MAX_CRC = 2**32 - 1
 # Below this many CRCs, a tuple takes less memory than a `Crcs`.
 _FEW = 8
-# A scale is one number, for all elements of a shard.
+# The region of a scale, which is one number for all elements of a shard.
 SCALE_REGION = Region.whole((1,))
 # The number of pieces is limited, because a check compares each piece with every other piece. The fused projection of
 # Qwen3-Next has the most pieces, 6.

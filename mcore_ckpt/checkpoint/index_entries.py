@@ -1,4 +1,4 @@
-"""Decodes an index tensor by tensor, because a rank needs few of the tensors in most files that it looks into."""
+"""Decodes an index tensor by tensor, because a rank needs only few tensors from most of the files that it opens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
-# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10
+# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers use up to 10
 # kinds.
 _MOST_KINDS = 64
 # The text of an index before the aliases, between the aliases and the shards, and between the shards and the version.
@@ -38,8 +38,8 @@ _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 class IndexEntries:
     """The index of a file. A tensor's entries are decoded when a caller asks for the tensor.
 
-    The constructor checks that no tensor is in the index twice, and that no two shards overlap. The CRC of the data
-    must have been checked. `file` is the path in the manifest, and `path` is the path or URL for messages.
+    The constructor checks that no tensor is in the index twice, and that no two shards overlap. The caller must have
+    checked the CRC of `data`. `file` is the path in the manifest, and `path` is the path or URL for messages.
     `payload_end` is as in `decode_index`.
 
     Raises CheckpointCorruptError if the data are not an index, or the numbers in the index contradict each other.
@@ -75,7 +75,8 @@ class IndexEntries:
             raise CheckpointCorruptError(f"{self._path}: index: {error}") from None
 
 
-# Three numbers for each entry of a tensor: the number of the entry's kind, and the start and end of the entry's text.
+# Three integers for each entry of a tensor: an id of the entry's kind, and the start and end of the entry's text in the
+# index, in bytes.
 _Places = tuple[int, ...]
 
 

@@ -33,8 +33,8 @@ FORMAT_VERSION = 2
 _MOST_NAME_BYTES = 255
 
 
-# Maps the name of each part of a step to the ranks that have saved files for it, as ranges `(first, last)` that include
-# `last`.
+# Maps the name of each part of a step to the ranks that have saved files for the part. The ranks are ranges `(first,
+# last)` that include `last`.
 Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
@@ -66,8 +66,8 @@ class IndexPlace(msgspec.Struct, frozen=True, gc=False):
 class FileRecord(msgspec.Struct, frozen=True, gc=False):
     """The manifest's entry for one file of a checkpoint.
 
-    `path` is relative to the role's folder. `rank` is the world rank that wrote the file. `holds` lists the tensors in
-    the file, by their positions in the manifest's `tensors`.
+    `path` is relative to the role's folder. `rank` is the world rank that wrote the file. `size` is in bytes. `holds`
+    lists the tensors in the file, by their positions in the manifest's `tensors`.
     """
 
     path: str
@@ -100,7 +100,7 @@ class AdapterSettings:
 class WrittenFile:
     """A rank's description of a file that it has written.
 
-    `holds` is the digest of the list of global tensors in the file.
+    `size` is in bytes. `holds` is the digest of the file's list of global tensors.
     """
 
     path: str
@@ -214,7 +214,7 @@ class ManifestSummary:
 
     @property
     def number(self) -> int:
-        """The number of the checkpoint's commit. For a checkpoint of an older version, without a commit: the step."""
+        """The number of the checkpoint's commit; the step if an older version saved the checkpoint without a commit."""
         return self.step if self.commit is None else self.commit.number
 
 
@@ -226,7 +226,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def encode_readable(manifest: Manifest) -> bytes:
     """Encodes a manifest, and proves that `decode_manifest` will read it.
 
-    Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
+    Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read other values than those of
+    `manifest`.
 
     The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.
     The later checks use the ranks, files and tensors of `manifest`, so no decoded copies of them are made.
@@ -417,7 +418,8 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
         parts[name], least = [], 0
         for run in fields.get_list(record, name):
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
-            # These are the ranks of the original save. If the step was resharded later, it may have fewer ranks now.
+            # The ranks are those of the original save. A step that was resharded later may have fewer ranks, so the
+            # check does not use the manifest's own number of ranks.
             if not least <= first <= last < limits.PART_RANKS:
                 raise fields.FieldError(
                     f"part {name!r} lists ranks {fields.shown(run)}, which are out of order, out of range, or not a "
@@ -463,8 +465,8 @@ def _check_manifest(manifest: Manifest) -> None:
             )
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} reaches past the end of the file")
-        # Files that hold the same tensors share one `Holds`. Its tensors are counted once, and that count is added for
-        # each of these files.
+        # Files that hold the same tensors share one `Holds`. The tensors of a shared `Holds` are counted once, and the
+        # count is added for each of its files.
         if id(file.holds) not in counts:
             counts[id(file.holds)] = _count_held(file, len(manifest.tensors))
         held += counts[id(file.holds)]

@@ -1,8 +1,8 @@
 """Cuts the bytes of `manifest.json` into its members, and decodes large members quickly for thousands of ranks.
 
-Most of a large manifest is the entries of its files. Most of such an entry is `holds`, the list of the tensors in the
-file. Many files hold the same tensors, so each distinct `holds` is encoded once and decoded once. Encoding and decoding
-make no large objects besides the result, and let other threads, such as the training, run in between.
+Most of a large manifest consists of the entries of files. Most of an entry consists of `holds`, the list of the tensors
+in the file. Many files hold the same tensors, so each distinct `holds` is encoded once and decoded once. Encoding and
+decoding make no large objects besides the result, and let other threads, such as the training, run in between.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Holds(Sequence[tuple[int, int]]):
 
     @staticmethod
     def of(positions: Iterable[int]) -> Holds:
-        """Returns a `Holds` with the ranges that some positions make up."""
+        """Returns a `Holds` with the ranges that `positions` make up."""
         found = Holds()
         found.ends.fromlist(ends_of_runs(positions))
         return found
@@ -158,9 +158,9 @@ class Members:
 
     Attributes:
         data: the text of the manifest.
-        places: by the name of a member, the range of bytes of its value in `data`.
+        places: for each member, by name: the bytes `[start, stop)` of the value in `data`.
         small: the decoded values of the members that are not large.
-        is_intact: whether the checksum is right. If it is wrong, the large members cannot be read.
+        is_intact: whether the checksum is right. If the checksum is wrong, callers must not read the large members.
     """
 
     data: bytes
@@ -240,8 +240,8 @@ def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
 
 
 def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
-    # The quicker encoder is used for the large members. These consist of names and whole numbers, which both encoders
-    # encode alike.
+    # The large members use `typed_json.encode`, which is faster. They consist of names and whole numbers, which both
+    # encoders encode alike.
     encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
     return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
 

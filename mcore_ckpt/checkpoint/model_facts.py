@@ -1,16 +1,18 @@
 """Describes what a model computes with its tensors: the fields of its configuration that the tensors do not show.
 
-For example, a model with four heads of size 8 and a model with two heads of size 16 have tensors of the same shapes,
-and so have models with different kinds of rotary embeddings. So a checkpoint keeps these facts, and a load compares
-them. This module only reads attributes: of the configs of megatron-core 0.15 to 0.19, of Megatron-Bridge's providers,
-which have more fields, and of the configs that transformers gives to vision towers.
+For example, a model with four heads of size 8 and a model with two heads of size 16 have tensors of the same shapes.
+Models with different kinds of rotary embeddings have tensors of the same shapes, too. So a checkpoint keeps the values
+of these fields as facts, and a load compares the facts. This module only reads attributes. It reads them from the
+configs of megatron-core 0.15 to 0.19, from Megatron-Bridge's providers, which have more fields, and from the configs
+that transformers gives to vision towers.
 
 All fields that the model reads are stored, not only those that differ from their defaults, because another version of
-megatron may have other defaults. The rotary frequencies are read from the live tensor: HybridModel does not keep the
-base, GPTModel does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Some
-tools cut tensors by the `config.json` of a checkpoint: `merge`, a conversion for another trainer, and the export of a
-save. These tools first compare `config.json` with the facts (`models/stated_facts.py`). They refuse a `config.json`
-with other heads, because the rows would be in another order.
+megatron may have other defaults. The rotary frequencies are read from the live tensor, because attributes do not
+determine them: HybridModel does not keep the base, GPTModel does not keep the factor of the scaling, and some trainers
+write other frequencies into the tensor. Some tools cut tensors by the `config.json` of a checkpoint: `merge`, a
+conversion for another trainer, and the export of a save. These tools first compare `config.json` with the facts
+(`models/stated_facts.py`). They refuse a `config.json` with other attention heads, because the rows of the cut tensors
+would be in another order.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Facts = Mapping[str, Any]
 
 _Values = Callable[[str], Any]
 
-# The default of a field whose value is unknown if the field is missing. An unknown value is not compared.
+# The value of a missing field that has no known default. An unknown value is not compared.
 _UNKNOWN = object()
 
 # Every fact, by kind of model, with the value that megatron uses if its version lacks the field. The facts of a kind
@@ -212,12 +214,12 @@ _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["l
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # Facts that a longer context may also change, but only from one of these values to another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
-# The frequencies follow from these fields. If one of these fields differs, the field is reported, and a difference of
-# the frequencies is not.
+# The frequencies follow from these fields. If one of these fields differs, only the field is reported, not the
+# frequencies.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
 # A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one class can be loaded into the other.
-# So these fields are not compared between the two. The layers are compared when the tensors are matched
-# (`sharding/counterparts.py`).
+# So the fields in `_OF_LAYERS` are not compared between models of the two classes. The layers are compared when the
+# tensors are matched (`sharding/counterparts.py`).
 _OF_LAYERS = {
     *("is_hybrid_model", "experimental_attention_variant", "moe_layer_freq"),
     *("moe_shared_expert_gate", "mtp_use_repeated_layer", "mtp_num_layers"),
@@ -261,7 +263,8 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
         is_mapping = isinstance(transformer, Mapping)
         found = transformer.get(name, _UNKNOWN) if is_mapping else getattr(transformer, name, _UNKNOWN)
         given = arguments.get(name)
-        # Latent attention rotates by these fields and ignores the arguments (`MultiLatentAttention`, 0.16 to 0.19).
+        # Latent attention rotates by these fields of the config and ignores the arguments (`MultiLatentAttention`, 0.16
+        # to 0.19).
         overrides = name not in _FIELDS_OF_LATENT or found is _UNKNOWN or not raw("multi_latent_attention")
         return given if given is not None and overrides else found
 
@@ -272,7 +275,7 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
         return _plain(found if normalize is None or found is _UNKNOWN else normalize(raw, found))
 
     found = {name: value(name) for kind, names in _TABLE.items() if _KINDS[kind](value) for name in names}
-    # A field that this version of megatron does not have is left out if its value changes nothing.
+    # A field that this version of megatron does not have is left out if its value is the default.
     return {
         name: each
         for name, each in found.items()
@@ -283,7 +286,8 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
 def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
     """Yields the facts that differ.
 
-    Parts that only one of the two models has are not compared, because their tensors differ.
+    A part that only one of the two models has, such as a tower, is not compared: the tensors already show the
+    difference.
     """
     ours, theirs = _by_part(saved), _by_part(live)
     for part in ours:
@@ -298,8 +302,8 @@ def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
 def hidden_differences(saved: Facts, live: Facts) -> list[DifferentFact]:
     """Returns the facts that differ and that no tensor shows.
 
-    Leaves out whether the output head shares the embedding. Tensors show this fact, and a critic may differ in it from
-    its language model.
+    Leaves out whether the output head shares the embedding. Tensors show this fact, and a critic may differ in this
+    fact from its language model.
     """
     return [each for each in different_facts(saved, live) if not each.name.endswith(_SHOWN_BY_TENSORS)]
 
@@ -343,7 +347,7 @@ def _are_alike(name: str, left: Any, right: Any) -> bool:
 
 
 def _of_same_depth(pattern: str, other: str) -> str:
-    """Returns `pattern`. Removes its depths of multi-token prediction if `other` has no such depths."""
+    """Returns `pattern`, without the depths of multi-token prediction if `other` has no such depths."""
     return pattern if "/" in other else pattern.partition("/")[0]
 
 
@@ -388,7 +392,7 @@ def _head_size(of: _Values, size: Any) -> Any:
 
 
 def _softmax_scale(of: _Values, scale: Any) -> Any:
-    """Returns None for the scale that megatron uses if none is given (`DotProductAttention`, 0.16 to 0.19)."""
+    """Returns None for the scale that megatron uses by default (`DotProductAttention`, 0.16 to 0.19)."""
     size = _head_size(of, of("kv_channels"))
     usual = isinstance(size, int) and size and isinstance(scale, (int, float)) and math.isclose(scale, size**-0.5)
     return None if usual and of("multi_latent_attention") in (False, _UNKNOWN) else scale
@@ -443,7 +447,7 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # For tokens that are not padding, a mask that also hides padding computes the same as a mask that does not hide it.
+    # A mask that also hides padding gives the same results for all other tokens as a mask that does not hide padding.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,

@@ -21,7 +21,7 @@ MOST_RANGES = 256
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step of another run that a run began with. `run` is the other run's id; empty if the other run had no id."""
+    """The step with which a run began, from another run. `run` is the other run's id; empty if that run had no id."""
 
     run: str
     step: int
@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         id: 32 hexadecimal digits.
-        parent: the step of another run that this run began with; None if there is none.
+        parent: the step of another run with which this run began; None if this run began without one.
         root: the folder of the steps at the time of the save, as an absolute path without links.
         host: the name of the host that saved the checkpoint.
     """

@@ -70,7 +70,7 @@ class PtArchive:
         return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns where a record's bytes begin, and their number. `name` leaves out the archive's top folder."""
+        """Returns the offset and the number of a record's bytes. `name` leaves out the archive's top folder."""
         entry = self._entries.get(self._root + name)
         if entry is None:
             raise ArchiveError(f"it has no record {name[:80]!r}")

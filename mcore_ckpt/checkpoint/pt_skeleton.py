@@ -107,8 +107,8 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     Raises ValueError if the tensors do not match the records that torch has written.
     """
     # torch writes into a memory file. Such a file is sparse, so the reserved payload takes no memory. torch names the
-    # archive after the file's path. So torch gets a link called `archive.pt`, and the archive has the same name in
-    # every run.
+    # archive after the file's path. So torch gets the path of a link called `archive.pt`, and every archive has the
+    # name `archive`.
     memory = os.memfd_create("mcore_ckpt_skeleton")
     try:
         with tempfile.TemporaryDirectory() as folder:

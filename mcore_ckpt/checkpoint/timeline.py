@@ -32,7 +32,7 @@ class SaveTimeline:
         nbytes: how many bytes each rank wrote, without its part of the HuggingFace model.
         plan, copy, write: when each rank was in this phase of the save.
         commit: the time from rank 0's last written byte until rank 0 had made the manifest. The manifest cannot contain
-            the times of the last steps of a commit: writing the manifest, the syncs and the rename.
+            the times of the work that follows in a commit: writing the manifest, the syncs and the rename.
         export: when each rank exported its part of the HuggingFace model; None without `hf_model`.
         stall: how long `save` held the training up on each rank; None if `save` held the training up until the commit.
     """

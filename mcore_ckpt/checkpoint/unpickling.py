@@ -25,8 +25,8 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # few parts are enough.
 MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
-# How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
-# that value can be a tuple of a few numbers.
+# How many values a pickle can have for each of its bytes. There can be several values for each byte, because a
+# reference of two bytes can stand for an earlier tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
 # The values of a pickle may take `_MOST_MEMORY_PER_BYTE` bytes of memory for each byte that has been read, and
 # `_ANY_MEMORY` bytes in addition. Metadata with many chunks take 17 bytes of memory for each byte of their pickle.
@@ -36,7 +36,7 @@ _ANY_MEMORY = 256 << 10
 # object; an item of a dict; a dict; a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
 # The memory, in bytes, that is counted for a value in the memo whose number is larger than the next free number. Such a
-# value takes less memory, but few pickles have one.
+# value takes less memory, but few pickles have such a value, so the excess does no harm.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -46,7 +46,7 @@ class PickleError(ValueError):
 
 
 class Call:
-    """A function or class that a pickle may call. It must check the arguments, which the pickle chooses."""
+    """A function or class that a pickle may call. It must check its arguments, because the pickle chooses them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -64,7 +64,7 @@ Build = Callable[[Any, Any], None]
 
 def refuse_global(module: str, name: str) -> PickleError:
     """Returns the error for a global name that a pickle may not use."""
-    # `ascii` escapes control characters in the name, because a terminal would obey them.
+    # A terminal would obey control characters in the name, so `ascii` escapes them.
     shown = ascii(f"{module}.{name}"[:200])[1:-1]
     return PickleError(
         f"{shown} does not belong in such a file. Nothing in the file was executed; find out who wrote it"
@@ -124,7 +124,7 @@ def _parts_of(item: Any, parts_of: Callable[[Any], Iterable[Any]]) -> Iterator[A
 
 
 def as_bytes(text: Any, encoding: Any) -> bytes:
-    """Replaces `_codecs.encode`, which pickles of protocol 2 call to make bytes. Refuses any encoding but latin1."""
+    """Replaces `_codecs.encode`, which pickles of protocol 2 call to make bytes. Accepts only latin1."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise PickleError("the pickle has bytes in an encoding other than latin1")
     return text.encode("latin1")
@@ -184,7 +184,7 @@ def _no_reference(reference: Any) -> Any:
 
 
 def refuse_state(made: Any, state: Any) -> None:
-    """The `Build` for pickles of plain values. It refuses to set the state of any object."""
+    """Raises PickleError for any object. This is the `Build` for pickles of plain values, which set no states."""
     raise PickleError(f"the pickle sets the state of a {type(made).__name__}, which is not allowed here")
 
 
@@ -387,8 +387,8 @@ _STOP = ord(".")
 _Action = Callable[[Unpickler], None]
 
 # The action of each opcode, and the memory, in bytes, that the opcode's value takes. The first three opcodes are PROTO,
-# FRAME and MARK (their names in Python's `pickle`). Then follow the opcodes for constants, numbers, text, bytes,
-# tuples, containers and the memo, and at last the opcodes for global names, calls, states and references. POP and
+# FRAME and MARK (their names in Python's `pickle`). The next opcodes are those for constants, numbers, text, bytes,
+# tuples, containers and the memo. The last opcodes are those for global names, calls, states and references. POP and
 # POP_MARK are left out, because Python writes them only for values that contain themselves. The opcodes for text and
 # bytes of more than 4 GiB are left out, because a pickle has at most PICKLE_BYTES bytes.
 _ACTIONS: dict[int, tuple[_Action, int]] = {
