@@ -43,8 +43,8 @@ PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
-# The names that a save puts into a role's folder. All other files and folders in a role's folder do not belong to this
-# package.
+# The names that a save puts into a role's folder. Files and folders with other names in a role's folder do not belong
+# to this package.
 _OWN_NAMES = {
     MANIFEST_FILE,
     OWNER_FILE,
@@ -107,7 +107,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the folders of each step below `root`, by step. A step's folder `global_steps_<step>` comes first."""
+    """Returns the folders of each step below `root`, by step. If a step has several, `global_steps_<step>` is first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:

@@ -28,8 +28,8 @@ _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 # Version 2 adds coded shards and bound state. An index that has neither is still written as version 1, so that older
 # readers can read it.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
-# A member of an entry, `scale` or `upper`, names the coding of a shard. For each member: the dtypes in which the shard
-# can be stored.
+# A member of an entry, `scale` or `upper`, names the coding of a shard. Maps each of the two members to the dtypes in
+# which the shard can be stored.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 

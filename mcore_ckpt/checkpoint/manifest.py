@@ -33,8 +33,8 @@ FORMAT_VERSION = 2
 _MOST_NAME_BYTES = 255
 
 
-# Maps the name of each part of a step to the ranks that have saved files for the part. The ranks are ranges `(first,
-# last)` that include `last`.
+# Maps the name of each part of a step to the ranks that have saved files for the part. The ranks are given as ranges
+# `(first, last)` that include `last`.
 Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
@@ -226,7 +226,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def encode_readable(manifest: Manifest) -> bytes:
     """Encodes a manifest, and proves that `decode_manifest` will read it.
 
-    Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read other values than those of
+    Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read values that differ from
     `manifest`.
 
     The text is decoded as in `decode_manifest`. The decoded ranks, files and tensors must be equal to the encoded ones.

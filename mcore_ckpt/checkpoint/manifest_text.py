@@ -158,7 +158,7 @@ class Members:
 
     Attributes:
         data: the text of the manifest.
-        places: for each member, by name: the bytes `[start, stop)` of the value in `data`.
+        places: the byte range `[start, stop)` of each member's value in `data`, by the member's name.
         small: the decoded values of the members that are not large.
         is_intact: whether the checksum is right. If the checksum is wrong, callers must not read the large members.
     """

@@ -447,7 +447,7 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # A mask that also hides padding gives the same results for all other tokens as a mask that does not hide padding.
+    # The results for tokens that are not padding do not depend on whether the mask hides padding.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,

@@ -21,7 +21,10 @@ MOST_RANGES = 256
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step with which a run began, from another run. `run` is the other run's id; empty if that run had no id."""
+    """The step, saved by another run, with which a run began.
+
+    `run` is the other run's id; empty if the other run had no id.
+    """
 
     run: str
     step: int
@@ -33,7 +36,7 @@ class Run:
 
     Attributes:
         id: 32 hexadecimal digits.
-        parent: the step of another run with which this run began; None if this run began without one.
+        parent: the step of another run with which this run began; None if this run began without such a step.
         root: the folder of the steps at the time of the save, as an absolute path without links.
         host: the name of the host that saved the checkpoint.
     """

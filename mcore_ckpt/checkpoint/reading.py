@@ -41,7 +41,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads only the part of a role's manifest that a listing needs. The whole manifest takes much longer.
+    """Reads only the part of a role's manifest that a listing needs. Reading the whole manifest takes much longer.
 
     Raises as `read_manifest` does.
     """
