@@ -269,9 +269,9 @@ def is_dropped_dir(name: str) -> bool:
 def partial_file(role_dir: Path, path: str, position: int) -> Path:
     """Returns the hidden file into which a copy of another node's file is written until the copy is complete.
 
-    The hidden file is in the first folder of `path`, and no file of a checkpoint has its name there. Only files of
-    parts can have any name, and they are in deeper folders. `path` is the copied file's path in the role's folder,
-    `position` its position in the manifest's list of files.
+    The hidden file is in the first folder of `path`. No file of a checkpoint has such a name in this folder: only files
+    of parts can have any name, and files of parts are in deeper folders. `path` is the copied file's path in the role's
+    folder, `position` its position in the manifest's list of files.
     """
     return role_dir / Path(path).parts[0] / f".copy-{position}.partial"
 

@@ -1,7 +1,7 @@
-"""Splits float32 values into upper and lower halves, and joins the halves, as `store_param_remainders` does.
+"""Splits float32 values into upper and lower halves, and joins them, as FusedAdam's `store_param_remainders` does.
 
 The upper half is a bfloat16, rounded half up. The lower half is a signed int16. The bits of a value are
-`(upper << 16) + lower`, as in the kernel for remainders of transformer-engine's FusedAdam.
+`(upper << 16) + lower`, as in the kernel of transformer-engine's FusedAdam.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ _OUT_OF_ORDER = -1
 
 
 class Holds(Sequence[tuple[int, int]]):
-    """The tensors in a file: ranges `(first, last)` of positions in the manifest's `tensors`, which include `last`.
+    """The tensors in a file, as ranges `(first, last)` of positions in the manifest's `tensors`.
 
-    A range takes 8 bytes of memory. The ranges do not change, so the number of tensors in them and their JSON text are
-    computed only once for all saves.
+    A range includes `last`, and takes 8 bytes of memory. The ranges do not change, so the number of tensors in them and
+    their JSON text are computed only once for all saves.
     """
 
     __slots__ = ("_count", "_text", "ends")

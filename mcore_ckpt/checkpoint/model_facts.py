@@ -203,7 +203,8 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "delta net": lambda of: of("experimental_attention_variant") == "gated_delta_net",
     "hybrid": lambda of: bool(of("is_hybrid_model")),
     "experts": lambda of: bool(of("num_moe_experts")),
-    # One layer runs at all depths, and is stored once. So no tensor shows the number of depths.
+    # One layer of multi-token prediction runs at all depths, and is stored once. So no tensor shows the number of
+    # depths.
     "repeated mtp": lambda of: bool(of("mtp_use_repeated_layer") and of("mtp_num_layers")),
     "mup": lambda of: bool(of("use_mup")),
 }

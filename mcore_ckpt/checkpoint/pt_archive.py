@@ -41,7 +41,7 @@ class _Entry:
 
 
 class PtArchive:
-    """The records of an archive, and their places in its file. The file must contain nothing but the archive.
+    """The records of an archive, and their places in its file. The file must contain nothing except the archive.
 
     Raises ArchiveError if the file is not what `torch.save` writes, was cut, or contradicts itself.
     """

@@ -29,7 +29,8 @@ _MOST_DEPTH = 100
 # reference of two bytes can stand for an earlier tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
 # The values of a pickle may take `_MOST_MEMORY_PER_BYTE` bytes of memory for each byte that has been read, and
-# `_ANY_MEMORY` bytes in addition. Metadata with many chunks take 17 bytes of memory for each byte of their pickle.
+# `_ANY_MEMORY` bytes in addition. The metadata of a torch_dist checkpoint with many chunks takes 17 bytes of memory for
+# each byte of its pickle, so the limit is larger.
 _MOST_MEMORY_PER_BYTE = 24
 _ANY_MEMORY = 256 << 10
 # The memory that values take, in bytes: a place in a list; a number; a text without its characters; a tuple, list or
@@ -304,7 +305,7 @@ class Unpickler:
         value = self._stack[-1]
         if number == len(self._memo):
             if self._memo and self._memo[-1] is value:
-                self._charge(_OBJECT)  # no program that writes pickles puts a value into the memo twice in a row
+                self._charge(_OBJECT)  # costs more: programs that write pickles never put a value there twice in a row
             self._memo.append(value)
         elif number < len(self._memo):
             self._memo[number] = value
