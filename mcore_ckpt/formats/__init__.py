@@ -1,11 +1,13 @@
-"""Reads every kind of checkpoint through one contract (`contract.py`), and writes native and HuggingFace files.
+"""Reads every kind of checkpoint through one contract (`contract.py`), and writes some of the kinds.
+
+The kinds that can be written are native, HuggingFace and torch_dist.
 
 Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
 the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
-shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` finds such
-files that other steps have and this step lacks, and `first_cut` finds a truncated file; `HubModel` is a model on the
-HuggingFace hub, and `with_revision` adds a revision to such a model's name.
+shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` finds a file
+of this sort that one step lacks and other steps have, and `first_cut` finds a truncated file; `HubModel` is a model on
+the HuggingFace hub, and `with_revision` adds a revision to such a model's name.
 """
 
 from __future__ import annotations

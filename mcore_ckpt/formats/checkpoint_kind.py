@@ -24,12 +24,12 @@ class CheckpointKind(Protocol):
     Attributes:
         name: the word for the kind in messages and in JSON.
         what: a description of a folder of this kind for people, such as "a folder of FSDP shards".
-        backend: the name, in `merge --backend`, of the training framework that writes this kind. None: checkpoints of
-            this kind are HuggingFace models already, so `merge` does not read them.
+        backend: the name, in `merge --backend`, of the training framework that writes this kind. None if checkpoints of
+            this kind are already HuggingFace models, which `merge` does not read.
         needs_writers: True if `open_state` needs `LiveTraining.writers`.
         has_hf_names: True if the kind's reader lists tensors by HuggingFace's names, so that a merge only copies them.
-        may_permute_adapters: True if Megatron-Bridge can be the writer. It stores the rows of some adapters in another
-            order than this package.
+        may_permute_adapters: True if Megatron-Bridge can be the writer. Megatron-Bridge stores the rows of some
+            adapters in another order than this package.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class CheckpointKind(Protocol):
         The method looks at names and small files. It never opens a pickle, because anybody may have written the folder.
 
         Raises:
-            CheckpointError: this process may not read the file that tells the kind.
+            CheckpointError: this process has no permission to read the file that tells the kind.
         """
 
     def open(self, folder: Path, config: HfConfig | None = None) -> CheckpointReader:

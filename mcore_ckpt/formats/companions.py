@@ -1,10 +1,10 @@
 """Finds the files that a trainer keeps in a step next to the roles, and checks that none is missing or truncated.
 
-verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT). Since verl 0.9, its asynchronous modes also write the
+verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT). Since 0.9, verl's asynchronous modes also write the
 folder `transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add
 files, too. So no list of names can tell which files belong to a step. A file belongs to a step if the last two complete
-steps have a file of the same name (numbers and ids in names may differ). If there is only one complete step, its files
-may be a user's. Such a file counts only if the caller knows that the trainer writes it.
+steps have a file of the same name (numbers and ids in names may differ). If there is only one complete step, a file in
+this step may be a user's. So the file counts only if the caller knows that the trainer writes such files.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[s
 def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = ()) -> Path | None:
     """Returns a file that was truncated because its writer died; None if there is none. Raises OSError.
 
-    Only files that the trainer is known to write (see `what_is_missing`) or that have one of the `forms` are checked,
-    because any other file may be a user's. A form is a relative path with "#" in place of numbers and ids.
+    Checks only files that the trainer is known to write (see `what_is_missing`) and files that have one of the `forms`.
+    Any other file may be a user's. A form is a relative path with "#" in place of numbers and ids.
     """
     looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
     return next((path for path in looked_at if not _is_sound(path)), None)
@@ -115,9 +115,10 @@ def _sound_forms(step_path: Path) -> dict[str, str]:
 
 
 def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yields the form, relative path and path of each entry, and of each file in a folder if `_CHECKS` can check it.
+    """Yields the form, relative path and path of each entry.
 
-    Other files in folders are skipped, because there may be many: `transfer_queue` has one for each prompt.
+    Also yields a file in a folder if `_CHECKS` can check the file. Other files in folders are skipped, because there
+    may be many: `transfer_queue` has one for each prompt.
     """
     for path in companions_of(step_path).values():
         for file in (path, *_files_below(path)):

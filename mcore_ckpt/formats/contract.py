@@ -5,8 +5,8 @@ checkpoint or model that it will write, and each call of `write` writes some of 
 
 Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Through
 the read contract, `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, `load_hf` reads
-HuggingFace folders, and `convert` reads native checkpoints and HuggingFace folders. Through this contract, too,
-`locate.py` finds the stored ranges that make up a wanted region.
+HuggingFace folders, and `convert` reads native checkpoints and HuggingFace folders. `locate.py` also uses the read
+contract, to find the stored ranges that make up a wanted region.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ Read: TypeAlias = "Callable[[Sequence[ReadTarget]], int]"
 class CheckpointReader(Protocol):
     """Reads one checkpoint, whichever program wrote it.
 
-    Under each name one or several kinds of shards are stored: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ...
-    are the optimizer's state of this tensor (see `sharding.plan`). Names follow Megatron's layer specs, except that
-    `DequantizingReader` and the reader of `open_fsdp` keep HuggingFace's names.
+    A checkpoint stores one or several kinds of shards under each name: `MODEL` is the model's tensor; `PARAM`,
+    `exp_avg`, ... are the optimizer's state of this tensor (see `sharding.plan`). Names follow Megatron's layer specs,
+    except that `DequantizingReader` and the reader of `open_fsdp` keep HuggingFace's names.
     """
 
     @property
@@ -114,7 +114,7 @@ class CheckpointReader(Protocol):
 
         The first set comes from the files of the ranks nearest to `position`, the last set from the files of all ranks.
         A caller stops at the first set that covers the caller's region. So only a few files are opened, even if a
-        thousand ranks saved.
+        thousand ranks saved the checkpoint.
 
         Raises:
             CheckpointCorruptError: an index is missing, truncated or damaged.
@@ -164,10 +164,10 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class FileReport:
-    """The report of a process on a file that it has written.
+    """A process's report on a file that the process has written.
 
     Attributes:
-        number: the number of the file in the writer's `files`.
+        number: the file's index in the writer's `files`.
         size: the size of the file in bytes.
         details: plain JSON values about the file, for the writer's `finish`.
     """
@@ -189,7 +189,7 @@ class CheckpointWriter(Protocol):
         """The files to write. `finish` adds some small files."""
 
     def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> Sequence[FileReport]:
-        """Writes the files with these numbers durably; their directory entries need not be durable yet.
+        """Writes the files with these indices in `files` durably; their directory entries need not be durable yet.
 
         The memory that `write` needs does not grow with the size of the files.
 
@@ -213,7 +213,7 @@ class CheckpointWriter(Protocol):
         """
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        """Reads part number `part` of `parts` of a finished folder and compares this part with the source, bit for bit.
+        """Compares one of `parts` parts of a finished folder with the source, bit for bit. `part` counts from 0.
 
         Raises:
             CheckpointMismatchError: the bits differ.

@@ -47,8 +47,7 @@ _METADATA_CLASSES = {
 }
 _ENUMS = {"megatron.core.enums": ("ModelType",), "megatron.core.transformer.enums": ("AttnBackend",)}
 _NUMPY_ARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Only dtypes of numbers are allowed. Other pickled dtypes define their own size and fields, and nothing would check
-# these.
+# Only dtypes of numbers are allowed. Other pickled dtypes define their own size and fields, which nothing would check.
 _NUMPY_NUMBER = re.compile(r"[biufc](?:1|2|4|8|16)")
 _NUMPY_DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in ("<", "|"))
 
@@ -147,7 +146,7 @@ def _without_arguments(name: str, make: Callable[[], Any]) -> Call:
 
 
 class _EnumCall(Call):
-    """Replaces a class of enums. A pickle calls it with the value of a member."""
+    """Replaces a class of enums. A pickle calls the class with the value of a member."""
 
     def __init__(self, cls: type[Enum]) -> None:
         super().__init__(self._of_value)
@@ -187,7 +186,7 @@ def _layout(name: Any) -> torch.layout:
     return torch.strided
 
 
-# What Python's own classes are called depends on the version of Python.
+# The names of these classes and functions of Python differ between versions of Python.
 _OF_PYTHON: dict[tuple[str, str], Any] = {
     **{(module, "getattr"): Call(_member_of_name) for module in ("builtins", "__builtin__")},
     **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},  # the latter in Python 3.13
@@ -212,7 +211,7 @@ def _build_metadata(made: Any, state: Any) -> None:
         raise PickleError(f"the pickle sets the state of a {cls.__name__} to something other than a dict of fields")
     vars(made).update(state)
     if cls.__name__ == "MetadataIndex":
-        # A MetadataIndex is a dict key and is hashed by its fields, so they must be hashable plain values.
+        # A MetadataIndex is a dict key and is hashed by its fields, so the fields must be hashable plain values.
         check_key((made.fqn, made.offset, made.index))
 
 

@@ -1,8 +1,8 @@
 """Defines how a load asks for a training's state in another program's checkpoint, and how this state is returned.
 
 A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. A `ForeignState` knows the format of its kind, but
-none of the trainer's objects, and changes nothing.
+`verl_ranks/state.py`, answers with CPU tensors and plain values. A `ForeignState` knows the format of its kind. It
+knows none of the trainer's objects, and changes nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelTensor(Protocol):
         """True if the live tensor is quantized, so that its bytes must not be read."""
 
     def keys(self, key: str) -> list[str]:
-        """Returns the keys of the tensor's parts, or only `key`, the key of the whole tensor, if it has no parts."""
+        """Returns the keys of the tensor's parts; only `key`, the whole tensor's key, if the tensor has no parts."""
 
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
         """Reads each part with `read`, and returns a filled CPU tensor of the live tensor's shape.
@@ -76,7 +76,7 @@ class BucketRange:
         buffer: the buffer's index in the optimizer's `gbuf_ranges`.
         dtype: megatron's key for the buffer: (parameter dtype, gradient dtype).
         bucket: the bucket's index in the buffer.
-        start: the range's offset in the whole bucket. Each data-parallel rank has a part of the bucket.
+        start: the range's offset in the whole bucket, of which each data-parallel rank has only a part.
         numel: the number of elements in the bucket.
         before: the number of elements in the buffer's earlier buckets.
         buffer_numel: the number of elements in the buffer.
@@ -93,7 +93,7 @@ class BucketRange:
 
 @dataclass(frozen=True, eq=False)
 class OwnedRange:
-    """A parameter, and the flat range `[start, stop)` of it for which this rank owns optimizer state.
+    """A parameter, and its flat range `[start, stop)`, in elements, for which this rank owns optimizer state.
 
     Attributes:
         has_bound_state: whether the optimizer also has state whose shape differs from the parameter's shape.
@@ -197,7 +197,7 @@ class LiveTraining:
         """Returns the config's `assume_optimizer_step`, for checkpoints that do not store the optimizer's step.
 
         Raises:
-            CheckpointMismatchError: the config does not set it.
+            CheckpointMismatchError: the config does not set `assume_optimizer_step`.
         """
         if self.assumed_step is None:
             raise CheckpointMismatchError(
@@ -211,7 +211,10 @@ class LiveTraining:
 
 @dataclass(frozen=True, eq=False)
 class FoundWeight:
-    """A live tensor of the model, the CPU tensor to copy into it, and the two dtypes if the values were rounded."""
+    """A live tensor of the model, and the CPU tensor to copy into it.
+
+    `rounding` names both dtypes if the values were rounded; otherwise None.
+    """
 
     live: torch.Tensor
     loaded: torch.Tensor

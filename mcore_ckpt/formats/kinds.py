@@ -25,7 +25,7 @@ KINDS: tuple[CheckpointKind, ...] = (NATIVE, TorchDist(), VerlRanks(), Fsdp(), H
 def recognize(folder: Path, backend: Backend | None = None) -> CheckpointKind | None:
     """Returns the kind of a folder; None if the folder has no checkpoint of a known kind that `backend` writes.
 
-    Raises CheckpointError: this process may not read the file that tells the kind.
+    Raises CheckpointError: this process has no permission to read the file that tells the kind.
     """
     wanted = (kind for kind in KINDS if backend in (None, kind.backend))
     return next((kind for kind in wanted if kind.recognizes(folder)), None)
@@ -40,7 +40,7 @@ def kind_of(path: Path) -> str | None:
 
     Returns None if this package or an unknown program wrote the folder.
 
-    Raises CheckpointError: this process may not read the file that tells the kind.
+    Raises CheckpointError: this process has no permission to read the file that tells the kind.
 
     Example:
         >>> kind_of(Path("/nowhere")) is None
