@@ -55,7 +55,8 @@ class Locator:
             accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
         vocab_size: the number of tokens without padding; None if it is unknown.
         layers: all layers of the model to load. The checkpoint may have the same parts in other layers, if one of the
-            two models is a GPTModel and the other a HybridModel. None: the checkpoint's layers have the same numbers.
+            two models is a GPTModel and the other a HybridModel. None if the checkpoint's layers have the same numbers
+            as the model's.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Locator:
 
     @property
     def layer_mismatch(self) -> str | None:
-        """Why the checkpoint's layers cannot be matched with the model's, for messages about missing tensors."""
+        """Says why the checkpoint's layers do not match the model's, for messages about missing tensors; else None."""
         return self._counterparts.layer_mismatch
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
@@ -111,7 +112,7 @@ class Locator:
         key = self.stored_key(wanted.key)
         parts = () if key is None else self.reader.parts(key, self._position)
         # If this rank saved a shard of exactly this region, the shard is in the files of the nearest ranks (the first
-        # set).
+        # set). So the later sets are not searched.
         near: Sequence[StoredShard] = next((shards for shards in parts if shards), ())
         return next((shard for shard in near if shard.coding is not None and shard.region == wanted.region), None)
 

@@ -18,7 +18,7 @@ _LORA_META = "lora_train_meta.json"
 def read_lora_meta(folder: Path) -> AdapterSettings | None:
     """Returns the settings of the adapters in a folder that verl wrote.
 
-    None if there is no note, or the note's alpha is 0.
+    Returns None if there is no note, or the note's alpha is 0.
 
     Raises CheckpointCorruptError if the note cannot be read or has no alpha.
     """

@@ -36,7 +36,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of the folder or of its nearest parent with a step in its name; 0 if there is none.
+    """Returns the step in the folder's name, or else in the name of the nearest parent that has a step; 0 if none has.
 
     Example:
         >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))

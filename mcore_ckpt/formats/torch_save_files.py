@@ -3,8 +3,8 @@
 `read_pt` reads no tensor's bytes, and neither imports nor executes anything that the file names.
 
 `torch.load(weights_only=True)` cannot load the files that FSDP training saves, because a `DTensor` contains a
-`DeviceMesh`, which needs process groups (torch 2.13). Here a `PickledObject` replaces each object of such a class, and
-keeps its constructor arguments and fields.
+`DeviceMesh`, which needs process groups (torch 2.13). This module replaces each object of these classes by a
+`PickledObject`, which keeps the object's constructor arguments and fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.regions import Shape
 
 _MOST_INTEGER_BYTES = 64 << 20
 
-# Only the names of these classes are compared, because before torch 2.5 they were in other modules.
+# Only the names of these classes are compared, because the classes were in other modules before torch 2.5.
 _DTENSOR_CLASSES = (
     "DTensor",
     "DTensorSpec",
@@ -239,6 +239,6 @@ _OTHERS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): Call(_first),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(_first),
     ("torch._utils", "_rebuild_wrapper_subclass"): Call(_wrapper_shape),
-    # transformer-engine's `_extra_state` is a BytesIO. This module never opens one.
+    # transformer-engine's `_extra_state` is a BytesIO, whose bytes this module never opens.
     ("_io", "BytesIO"): _stand_in("BytesIO"),
 }

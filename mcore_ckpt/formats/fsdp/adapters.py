@@ -84,6 +84,7 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
     """
     found = _low_ranks(tensors, alpha)
     # Adapters are named after the reader's tensors. The tables of some architectures spell these names in another way.
+    # So `own` maps the table's names to the reader's names.
     own = {tensor.name: tensor.slabs[0].mcore for tensor in wanted}
     shapes = {own[tensor.name]: tensor.shape for tensor in wanted}
     for name, low_rank in found.items():

@@ -1,7 +1,7 @@
 """Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names.
 
 The placements of a DTensor say which part of the tensor is in the file. `torch_save_files.py` reads the pickles without
-torch's classes, because these need a process group. Only the wanted bytes are read, never a whole file.
+torch's classes, because these classes need a process group. Only the wanted bytes are read, never a whole file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 
 _MOST_RANKS = 1_000_000
 _MOST_LAYERS = 10_000
-# The names that nearly every transformers model gives the two weights with a row for each token.
+# The names that nearly every transformers model gives the two weights that have a row for each token.
 _OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -106,7 +106,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
-            weights, which FSDP shards never are.
+            weights, although FSDP shards are never quantized.
     """
     if quantization_of(config) is not None:
         raise UnsupportedError(
