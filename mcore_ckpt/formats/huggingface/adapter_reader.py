@@ -63,7 +63,7 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 
     Args:
         folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-        base: the folder with the `config.json` of the base model. None: the adapter's folder if that folder has a
+        base: the folder with the `config.json` of the base model. None takes the adapter's folder if that folder has a
             `config.json`, otherwise the folder that `adapter_config.json` names as `base_model_name_or_path`.
 
     Raises:
@@ -90,7 +90,7 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 def _with_plain_name(tensor: HfStored) -> HfStored:
     """Removes the adapter's name, such as "default", from a tensor's name.
 
-    Files of other programs can have such names.
+    Other programs may write the adapter's name into the names of tensors.
     """
     found = adapter_name_of(tensor.name)
     return tensor if found is None else replace(tensor, name=found[0])

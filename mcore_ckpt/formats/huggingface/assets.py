@@ -187,7 +187,7 @@ def _read_source(hf_config: Any, processing_class: Any, destination: Path, files
 def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
     """Returns the folder that the objects were loaded from.
 
-    None if the folder is gone, or the objects name no folder.
+    Returns None if the folder is gone, or the objects name no folder.
     """
     for loaded in (hf_config, processing_class, getattr(processing_class, "tokenizer", None)):
         name = getattr(loaded, "name_or_path", None)
@@ -196,7 +196,7 @@ def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
         commit = getattr(loaded, "_commit_hash", None) or getattr(loaded, "init_kwargs", {}).get("_commit_hash")
         path = Path(name)
         folder = path.parent if path.is_file() else path if path.is_dir() else cached_folder(name, commit)
-        # The objects can name any folder, even one without a model.
+        # The objects can name any folder, so check that the folder has a model's files.
         if folder is not None and any((folder / file).is_file() for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE)):
             return folder
     return None
@@ -237,7 +237,8 @@ def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
 
 def _move(path: Path, target: Path) -> Path:
     make_folder(target.parent)
-    # transformers gives files all permissions that the umask allows.
+    # transformers gives files all permissions that the umask allows. Keep only the permissions that the target's folder
+    # gives.
     path.chmod(mode_in(target.parent, stat.S_IMODE(path.stat().st_mode) & FOLDER_MODE))
     sync_file(path)
     os.replace(path, target)
@@ -302,7 +303,10 @@ def config_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _without_generation(hf_config: Any) -> Any:
-    """Returns the config without the field `generation_config`, which frameworks add, and which another file stores."""
+    """Returns the config without the field `generation_config`.
+
+    Frameworks add this field, but the field's value belongs in another file (GENERATION_CONFIG_FILE).
+    """
     if getattr(hf_config, "generation_config", None) is None:
         return hf_config
     plain = copy.copy(hf_config)

@@ -1,8 +1,8 @@
 """Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary.
 
 A slab may need a change of values, or may have an adapter. For an adapter, whole rows of the weight, the same rows of
-B, and all of A are read. The sum is computed in fp32, some rows at a time, and rounded once. If the checkpoint has no
-base model, `JoinedReader` takes the weights from the folder of the base model.
+B, and all of A are read. The sum of weight and adapter is computed in fp32, some rows at a time, and rounded once. If
+the checkpoint has no base model, `JoinedReader` takes the weights from the folder of the base model.
 """
 
 from __future__ import annotations

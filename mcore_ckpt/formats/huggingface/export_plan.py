@@ -2,9 +2,9 @@
 
 In a vocabulary, only the rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
 `config.json` says, the export has a row for each token, and the exported `config.json` states the number of tokens
-(`reconcile.with_tokens`). The checkpoint's own tokenizer decides this, even if `--hf_model_path` names another folder.
-If `config.json` states fewer rows than the embedding has, and the tokenizer has more tokens than the embedding has
-rows, the export is refused, because it is unknown which rows belong to tokens.
+(`reconcile.with_tokens`). The checkpoint's own tokenizer decides how many tokens there are, even if `--hf_model_path`
+names another folder. If `config.json` states fewer rows than the embedding has, and the tokenizer has more tokens than
+the embedding has rows, the export is refused, because it is unknown which rows belong to tokens.
 
 `plan_tensors` compares the shape of every planned tensor with the shape that the tensor has in the source. So no rows
 except padding can be lost, not even rows of weights that were trained in full next to adapters.
@@ -66,7 +66,7 @@ class FileTensor:
 
     Attributes:
         tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
-        quantized: which part of the quantized tensor this is, codes or scales. None if the file has the tensor's
+        quantized: which part of the quantized tensor the file has: codes or scales. None if the file has the tensor's
             values.
     """
 
@@ -112,7 +112,7 @@ class ExportPlan:
         files: the files, in the order of HuggingFace's tensors.
         dtype: the dtype of most elements, which `config.json` states. For quantized tensors, the dtype before
             quantization counts.
-        has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention such
+        has_mtp: True if the files have layers of multi-token prediction. If False, `config.json` must not mention such
             layers.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
         left_out: the parts of the source that are not in the files, by reason.
@@ -269,8 +269,7 @@ def _resolve(
     Returns the names, and the tensors of the source that are left out.
     """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    # If one of the source and `model` is a HybridModel and the other one is not, equal parts have different layer
-    # numbers.
+    # If only one of the source and `model` is a HybridModel, equal parts have different layer numbers in the two.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
     why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}
@@ -304,8 +303,8 @@ def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo])
                     and shape[1:] == there[1:]
                     # A value head has the output layer's name, but has one row per output and no padding.
                     and 1 < shape[0] < there[0]
-                    # If there are more additional rows than padding explains, the rows are tokens, which the export
-                    # would lose silently.
+                    # If there are more additional rows than padding explains, the rows belong to tokens, and the export
+                    # would lose them silently.
                     and padding_is_plausible(shape[0], there[0])
                 )
                 if padded:

@@ -9,9 +9,9 @@ out. In all other modules, the weights that have the names of linear layers are 
 The codes and the scales of a weight are two tensors. Computing either tensor needs whole rows of blocks, so the source
 is read twice. Keeping the scales from the first reading would be possible only if one process wrote all files.
 
-The largest value of a block gets the largest code (if scales are powers of two: a code above half of the largest). So a
-published model that is dequantized and quantized again gets the same codes bit for bit, and the same scales within the
-rounding of bfloat16. Adapters that the same command merges are added first, and the sum is rounded to the model's
+The largest value of a block gets the largest code (if scales are powers of two: a code above half of the largest code).
+So a published model that is dequantized and quantized again gets the same codes bit for bit, and the same scales within
+the rounding of bfloat16. Adapters that the same command merges are added first, and the sum is rounded to the model's
 dtype. So the result is the same as if the merged model were quantized later.
 """
 
@@ -148,9 +148,10 @@ class Fp8Blocks:
                 f"tensor {name}: has a value that is NaN or infinite, which cannot be quantized: merge without "
                 "--quantize, or use an older checkpoint"
             )
-        # In a block of zeros, the largest value is 0 and gives no scale to divide by.
+        # In a block of zeros, the largest value is 0. A scale of 0 could not divide, so such a block gets the scale 1.
         scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        # Below float32's normal numbers, a scale would have too few digits, and a power of two would have no exponent.
+        # A scale below the normal numbers of float32 would have too few digits, and a power of two below them would
+        # have no exponent.
         scales = scales.clamp_(min=torch.finfo(torch.float32).tiny)
         if self.powers_of_two:
             scales = torch.exp2(scales.log2().ceil())

@@ -10,8 +10,8 @@ lists, or the assets, or all of these.
 The hub is never asked for a name that can only be a path: `name`, `./owner/name`, `/owner/name`.
 `consolidated.safetensors`, `*.bin` and folders such as `original/` hold copies of the same weights, so they are not
 downloaded. huggingface_hub has no pattern that matches only files outside of folders, so `_in_other_folders` makes
-patterns that exclude the files in folders. One rank of each node downloads: the first rank with the same host
-(`ranks/hosts.py`) and the same cache. The other ranks of the node wait in the same round, with a deadline of hours
+patterns that exclude the files in folders. Ranks with the same host (`ranks/hosts.py`) and the same cache count as one
+node. The first of these ranks downloads. The other ranks of the node wait in the same round, with a deadline of hours
 (`DOWNLOAD_TIMEOUT_S`), and then open the cache without the network. A branch can move between two nodes' downloads, so
 rank 0 compares the commits. For a branch, each call asks the hub for the branch's commit, as transformers does. For a
 commit that is in the cache, huggingface_hub 2 sends no request.
@@ -53,7 +53,7 @@ everything but the weights, and "all" is everything."""
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # The suffixes of files that a model may need to work: configuration, tokenizer, code. It is an error if the cache lacks
-# such a file and the hub may not be asked. For any other asset, this is only a warning.
+# such a file and asking the hub is not allowed. If any other asset is missing, there is only a warning.
 _NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
@@ -218,8 +218,8 @@ class _HubFiles:
         missing = [file for file in files if not (folder / file).exists()]
         lacks = f"{folder / missing[0]} is missing" if missing else ""
         self._download(folder.name, [escape(file) for file in files], [], lacks)
-        # If huggingface_hub 0.36 cannot ask the hub, it returns the model's folder in the cache, although files are
-        # missing.
+        # If huggingface_hub 0.36 cannot ask the hub, it returns the model's folder in the cache without an error, even
+        # if files are missing there.
         if not all((folder / file).exists() for file in missing):
             raise CheckpointNotFoundError(_incomplete(self.model, lacks))
 
@@ -252,8 +252,8 @@ class _HubFiles:
 def _in_other_folders(kept: str) -> Iterator[str]:
     """Yields patterns that match the files in all folders except `kept`.
 
-    They are needed because subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern of
-    huggingface_hub matches "/", too. One pattern is not enough: a pattern can exclude a letter, but not a word.
+    The patterns are needed because subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern
+    of huggingface_hub matches "/", too. One pattern is not enough: a pattern can exclude a letter, but not a word.
     """
     for position, letter in enumerate(kept):
         yield f"{kept[:position]}[!{letter}/]*/*"
@@ -329,7 +329,7 @@ def _explain_not_cached(model: HubModel, error: Exception, lacks: str, hub: str)
         why, advice = _answer(hub, cause), _advice(cause)
     else:
         why, advice = f"{hub} cannot be reached ({_words(cause)})", "check the network and HF_ENDPOINT"
-    # huggingface_hub 0.36 has no such error: see `_download_listed`.
+    # huggingface_hub 0.36 has no IncompleteSnapshotError; `_download_listed` handles this case.
     if type(error).__name__ == "IncompleteSnapshotError":
         missing = re.search(r"\d+ file\(s\) are missing \([^)]*\)", str(error))
         lacks = missing.group() if missing else "files are missing"

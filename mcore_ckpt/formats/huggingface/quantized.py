@@ -52,11 +52,11 @@ ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
 )
-# Each of these suffixes can follow a quantized tensor's name. The first three are for its codes. The tensor with
-# `_shape` states the shape of packed codes without padding.
+# Each of these suffixes can follow a quantized tensor's name. The tensors with one of the first three suffixes have the
+# codes. The tensor with `_shape` states the shape of packed codes without padding.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
-# The ends of the names of tensors that some forms of compressed-tensors need in addition to codes and scales. These
-# forms cannot be read.
+# Suffixes of tensors that some forms of compressed-tensors need in addition to codes and scales. These forms cannot be
+# read.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")
 
 

@@ -101,7 +101,7 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
 
 
 def read_file(path: Path) -> list[HfStored]:
-    """Reads the header of one file: its tensors, in the order of their bytes. Raises CheckpointCorruptError."""
+    """Reads the header of one file. Returns the tensors in the order of their bytes. Raises CheckpointCorruptError."""
     try:
         with opened(path) as (descriptor, size):
             length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
@@ -148,7 +148,8 @@ class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
     shape: tuple[Natural, ...] | str | msgspec.UnsetType = msgspec.UNSET
 
 
-# Matches white space between two values, and also similar text inside strings.
+# Matches white space between two values, and also similar text inside strings. A match inside a string does no harm,
+# because `without_spaces` does not change strings.
 _SPACE = re.compile(rb"[\[{,:]\s|\s[\]},:]")
 _ENTRIES: LongObject[_Entry] = LongObject(_Entry, b'},"')
 

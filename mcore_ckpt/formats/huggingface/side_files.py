@@ -139,7 +139,7 @@ class SideFiles:
 def find_side_files(
     folder: Path, *, destination: Path, without: Collection[str] = (), quantized: bool = True
 ) -> SideFiles:
-    """Finds a model's assets by their names and sizes. Opens no file but the index.
+    """Finds a model's assets by their names and sizes. Opens no file except the index.
 
     Folders that hold checkpoints or contain `destination` are not entered, because a model's folder can have a
     training's checkpoints below it. Links to folders are not followed.
@@ -235,7 +235,8 @@ def warn_of_missing_code(folder: Path, config: Mapping[str, Any], warn: Callable
     named = config.get("auto_map") or {}
     for value in named.values() if isinstance(named, Mapping) else ():
         for name in value if isinstance(value, list) else [value]:
-            # transformers loads "repository--module.Class" from that repository of the hub.
+            # transformers loads "repository--module.Class" from that repository of the hub, so the folder need not have
+            # this code.
             if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
                 warn(
                     "%s: auto_map names the code %s, which is not in the folder: if transformers itself has the "

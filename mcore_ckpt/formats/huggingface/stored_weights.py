@@ -4,8 +4,8 @@ Only the codes of the wanted elements and the scales of their blocks are read, a
 
 One formula serves all forms: the value of the code times the scale of its block is computed in float32, and rounded
 once to the dtype of the model. In the form `compressed-tensors`, the product is first rounded to the dtype of the
-scales, as that library does. So the values equal the values in transformers bit for bit. This module also reads
-tensors with smaller blocks at the end, which transformers refuses. C++ computes the product (`csrc/dequantize.cpp`)
+scales, as that library does. So the values equal the values in transformers bit for bit. transformers refuses tensors
+with smaller blocks at the end, but this module reads such tensors. C++ computes the product (`csrc/dequantize.cpp`)
 with a table of 256 values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a
 tenth of what the disk delivers.
 """
@@ -233,14 +233,17 @@ def _read_parts(folder: Path, parts: Sequence[_Part]) -> int:
 
 
 def _as_bytes(part: _Part) -> torch.dtype:
-    # Read powers of two as uint8, because `checkpoint.dtypes` has no dtype for them. A read depends only on the size of
-    # an element.
+    # Read powers of two as uint8, because `checkpoint.dtypes` has no dtype for them. This is safe, because a read
+    # depends only on the size of an element.
     dtype = part.tensor.scales.dtype
     return torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
 
 
 def _scale_rows(part: _Part) -> tuple[int, int]:
-    """Returns a part's first row of scales, counted from the matrix's first one, and the number of such rows."""
+    """Returns the rows of scales that a part needs: the first row, and the number of rows.
+
+    The first row is counted from 0 in the scales of the part's matrix.
+    """
     height = part.tensor.block[0]
     first = part.rows[0] // height
     return first, -(-part.rows[1] // height) - first

@@ -17,9 +17,9 @@ from mcore_ckpt.io.files import linked_file, read_small
 
 
 def tokens_in(folder: Path) -> int | None:
-    """Returns the largest number of a token plus 1. None if the folder has no file that lists tokens.
+    """Returns the largest number of a token plus 1; None if the folder has no file that lists tokens.
 
-    Added tokens count. Files that cannot be read are skipped, because only the tokenizer itself needs them.
+    Added tokens count, too. Files that cannot be read are skipped, because only the tokenizer itself needs them.
     """
     highest = -1
     for name, highest_in in _FILES.items():
@@ -33,7 +33,7 @@ def tokens_in(folder: Path) -> int | None:
 
 
 def tokens_of(processing_class: Any) -> int | None:
-    """Does the same as `tokens_in` for a tokenizer or a processor. None if the object does not list its tokens."""
+    """Does the same as `tokens_in` for a tokenizer or processor. Returns None if the object lists no tokens."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     try:
         return max(tokenizer.get_vocab().values(), default=-1) + 1 or None
@@ -68,7 +68,8 @@ _LEAST_ADDED = 24
 # The longest accepted text between two commas, not counting the contents of strings.
 _LONGEST_MEMBER = 1 << 20
 _ANY = msgspec.json.Decoder(msgspec.Raw)
-# Matches a token's number. No token can match, because the contents of strings are removed before the search.
+# Matches a token's number. The text of a token cannot match, because the contents of strings are removed before the
+# search.
 _NUMBER = re.compile(rb":\s*([0-9]{1,12})(?=\s*[,}])")
 
 
@@ -98,7 +99,7 @@ def _highest_in(tokens: bytes) -> int:
     highest, rest = -1, b""
     for piece in json_bounds.without_strings(tokens):
         rest += piece
-        # A number may continue in the next piece.
+        # A number may continue in the next piece, so search only up to the last comma.
         end = rest.rfind(b",") + 1
         highest = max(highest, *map(int, _NUMBER.findall(rest, 0, end)), -1)
         rest = rest[end:]
