@@ -2,9 +2,10 @@
 
 docs/format.md says how shards are coded. The values are float32. The elements are read into temporary memory.
 
-A load uses the stored elements and the scale without decoding only if it fills exactly the stored range, in the stored
-form. Remainders are valid only with the weights that they were saved with. So if a load must decode remainders, it
-fills each weight together with its remainder, and then the ranks gather the weights from their owners.
+A load that fills exactly the stored range, in the stored form, uses the stored elements and the scale without decoding.
+Any other load decodes. Remainders are valid only with the weights that they were saved with. So a load that must decode
+remainders fills each weight together with the weight's remainder, and then the ranks gather the weights from their
+owners.
 """
 
 from __future__ import annotations

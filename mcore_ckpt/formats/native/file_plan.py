@@ -47,9 +47,10 @@ class FilePlan:
         share: all writers of the file, with their ranges.
         start: the first byte of this rank's range.
         stop: the end of this rank's range, exclusive.
-        head: if a tensor begins before `start` and continues after it, the number of its bytes before `start`; else 0.
-            The number is smaller than a page. The writer of the previous range writes its own copy of these bytes. If
-            the copy differs from this rank's bytes, the owner replaces it by this rank's bytes.
+        head: the number of bytes before `start` that belong to a tensor with bytes on both sides of `start`; 0 if there
+            is no such tensor. The number is smaller than a page. The writer of the previous range writes its own copy
+            of these bytes. If the copy differs from this rank's bytes, the owner replaces the copy by this rank's
+            bytes.
     """
 
     request: WriteRequest
@@ -156,7 +157,7 @@ class FileWrite:
         on_device: for each tensor, whether the tensor is on that GPU; empty if `device` is None.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.
         offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
-            `head` are directly before it.
+            `head` are directly before this offset.
         ready: pairs `(file offset, event)`. Once the event has happened, all bytes before the file offset are in
             `buffer`. Empty if all bytes are there already.
     """

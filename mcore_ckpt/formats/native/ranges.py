@@ -43,8 +43,8 @@ def read_ranges(
     return read_stored(role_dir, reads, check, piece_bytes)
 
 
-# The jobs whose GPU hangs. Queued copies may still write to the destinations, so the jobs must keep the destinations
-# alive.
+# The jobs whose GPU hangs. Queued copies may still write to the destinations, so this list keeps the jobs alive, and
+# the jobs keep the destinations alive.
 _hung: list[_native.ReadJob] = []
 
 

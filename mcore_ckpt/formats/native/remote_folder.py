@@ -1,8 +1,8 @@
 """Reads a checkpoint from a remote store. Fetches only the blocks that hold wanted elements.
 
 Wanted rows become runs of whole CRC blocks. Runs that are close together share a request of at most 8 MiB, and 16
-requests run at a time. Each block is checked before its rows are copied. Nothing is written to a disk. Weights in
-`huggingface/` are not read from a store.
+requests are under way at a time. Each block is checked before its rows are copied. These reads write nothing to a disk.
+Weights in `huggingface/` are not read from a store.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class RemoteFolder:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        # List the folder once, because a thousand ranks with one request for each of a thousand files would take long.
+        # List the folder once. If each of a thousand ranks sent a request for each of a thousand files, the requests
+        # would take long.
         return self.store.sizes(self.key)
 
 

@@ -8,11 +8,11 @@ A writer may have one tensor more than its fair part. With many replicas and few
 replica would have to read the whole tensor at each save.
 
 Each tensor comes from one replica, because replicas may have drifted apart: a mixture of two replicas' bytes would
-equal neither replica's tensor. So a range begins at the first page boundary after the beginning of a tensor. The
-previous writer writes the bytes of this tensor before that boundary. Along with its CRCs, the tensor's writer sends its
-own copy of these bytes (`FilePlan.head`) to the file's owner. If the two copies differ, the owner puts the sent bytes
-into the file. Before the owner accepts a writer's part, the owner compares the digests of the two plans. Rank 0
-compares the digests of all ranks.
+equal neither replica's tensor. So a range begins at the first page boundary after the beginning of a tensor. The writer
+of the previous range writes the bytes of this tensor that come before the boundary. The range's own writer sends its
+copy of these bytes (`FilePlan.head`) to the file's owner, along with the range's CRCs. If the two copies differ, the
+owner puts the sent bytes into the file. Before the owner accepts a writer's part, the owner compares the digests
+`FilePlan.structure` of the two plans. Rank 0 compares these digests of all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int
 
     Args:
         ranks: the ranks that hold all tensors.
-        least: about how many bytes a rank writes at least.
+        least: roughly the smallest number of bytes that a writer writes.
         starts: the offset of each tensor, ascending.
 
     Example:

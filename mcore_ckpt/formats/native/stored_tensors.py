@@ -33,7 +33,7 @@ _BLOCK = 16
 
 
 class IndexFolder(Protocol):
-    """The folder of one checkpoint's files, for reading their indexes. Messages show the folder as `str()` gives it."""
+    """The folder of one checkpoint's files, for reading their indexes. Messages show `str(folder)`."""
 
     @property
     def place(self) -> Path | str:

@@ -19,7 +19,7 @@ from mcore_ckpt.ranks.rounds import Record
 
 
 class Exchange(Protocol):
-    """Sends the CRCs from a file's writers to the file's owner; `ranks.rounds.Agreement` implements it."""
+    """Sends the CRCs from a file's writers to the file's owner. `ranks.rounds.Agreement` implements this protocol."""
 
     rank: int
 
