@@ -7,8 +7,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
 
-# Megatron-LM's arguments (`core_transformer_config_from_args`, 0.15 to 0.19) whose names are not the names of the
-# fields that they set.
+# Megatron-LM's arguments (`core_transformer_config_from_args`, 0.15 to 0.19) that set a field of another name.
 _ARGUMENTS = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -16,8 +15,8 @@ _ARGUMENTS = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-# Megatron-LM stores all of these arguments. If one is missing, another program wrote the checkpoint, and then a missing
-# argument says nothing about the model.
+# Megatron-LM stores all of these arguments. If one of them is missing, another program wrote the checkpoint. Then a
+# missing argument says nothing about the model, so no facts are derived.
 _OF_MEGATRON_LM = {"norm_epsilon", "swiglu", "squared_relu", "position_embedding_type", "group_query_attention"}
 
 

@@ -31,8 +31,8 @@ class KeyRows:
 
     Attributes:
         place: the key, and the tensor's index in the stored tensor's axes of layers and experts.
-        first: the first of the rows.
-        count: the number of the rows.
+        first: the first of these rows, counted from the tensor's first row.
+        count: the number of these rows.
         other_keys: further keys under which readers find the same bytes.
     """
 
@@ -48,10 +48,10 @@ class Slice:
 
     Attributes:
         tensor: the tensor's name and its kind.
-        key_rows: the key, and all rows of the tensor that are stored under it.
+        key_rows: the key, and all rows of the tensor that are stored under this key.
         shape: the tensor's global shape.
         start: the first row of the slice, counted from the tensor's first row.
-        stop: the row after the last one.
+        stop: the row after the last row of the slice.
         dtype: the dtype without "torch.".
     """
 

@@ -79,7 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Reads and checks the metadata of one folder that `dist_checkpointing.save` wrote.
 
     Raises:
-        CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
+        CheckpointCorruptError: the metadata is missing, is damaged, or holds something other than data.
         UnsupportedError: a backend other than torch_dist wrote the folder.
     """
     _check_backend(folder / TORCH_DIST_CONFIG)
@@ -136,7 +136,7 @@ class TorchDistFiles:
         folders: the folders that `dist_checkpointing.save` wrote.
 
     Raises:
-        CheckpointCorruptError: a folder's metadata is missing, is damaged, or holds anything but data.
+        CheckpointCorruptError: a folder's metadata is missing, is damaged, or holds something other than data.
         UnsupportedError: a backend other than torch_dist wrote a folder.
     """
 
@@ -195,7 +195,7 @@ class TorchDistFiles:
 
         Raises:
             CheckpointMismatchError: the checkpoint has no such object.
-            CheckpointCorruptError: the object cannot be read, or holds anything but data.
+            CheckpointCorruptError: the object cannot be read, or holds something other than data.
         """
         folder = self._objects.get(key)
         if folder is None:
@@ -293,7 +293,8 @@ def _part_of(tensor: torch.Tensor, box: Box, offset: Sequence[int]) -> torch.Ten
 def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
     """Fills the part of the memory that one stored chunk covers.
 
-    torch's `FileSystemReader.read_data` (2.13) is not used, because that method opens the chunk with `torch.load`.
+    torch's `FileSystemReader.read_data` (2.13) is not used, because that method opens the chunk with `torch.load`,
+    which is not safe (`checkpoint/unpickling.py`).
     """
     stored = folder.metadata.storage_data.get(item.storage_index)
     path = stored_file(folder.path, key, stored)

@@ -136,7 +136,7 @@ class Keys:
         return (name,)
 
     def place(self, name: str) -> Place:
-        """Returns the place of a tensor whose key is its name without numbers that become axes (layers, experts)."""
+        """Returns the place of a tensor. Its key is `name` without the numbers that become axes (layers, experts)."""
         key, index, lengths = name, list[int](), list[int]()
         if match := _IN_TOWER.fullmatch(key):
             key = match[1] + match[3]

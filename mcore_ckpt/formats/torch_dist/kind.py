@@ -76,7 +76,8 @@ def _has_config(folder: Path) -> bool:
     try:
         config = fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except PermissionError as error:
-        # If the folder itself refuses access, this process cannot know whether the file exists.
+        # If the folder itself refuses access, this process cannot know whether the file exists, and assumes that the
+        # file does not exist.
         if not os.path.lexists(path):
             return False
         raise CheckpointError(f"{path}: cannot be read, so the kind of this folder is not known: {error}") from error

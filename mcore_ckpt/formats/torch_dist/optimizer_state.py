@@ -36,16 +36,16 @@ _DP_RESHARDABLE = "dp_reshardable"
 # This form was megatron's default until 0.15, and 0.16 no longer has it. As with `fully_reshardable`, each tensor of
 # such a state can be read in the model's shape.
 _MODEL_SPACE = "fully_sharded_model_space"
-# megatron names a form only for DistributedOptimizer. In the state of any other optimizer, each tensor has the model's
-# shape.
+# megatron names a form only for DistributedOptimizer. In the state of any other optimizer, the form is None, and each
+# tensor has the model's shape.
 _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second name.
 MAIN_NAMES = (PARAM, "fp32_param")
 # The name of the parameters that HybridDeviceOptimizer updates. After a load by megatron, such a parameter can differ
 # from the stored main parameter, which is only a copy.
 _INNER = "master_param"
-# The settings of param groups that show the kind of an optimizer. Adam has the first two settings, Lion only the first,
-# Muon the third. SGD, AdaptiveMuon and SOAP have settings further down the list.
+# The settings of param groups that show the kind of an optimizer. Adam has `betas` and `eps`, Lion only `betas`, Muon
+# has `momentum`. The other settings belong to SGD, AdaptiveMuon and SOAP.
 _KIND_SETTINGS = {"betas", "eps", "momentum", "beta2", "nesterov", "dampening", "shampoo_beta"}
 
 Stored = Mapping[str, Any]
@@ -169,8 +169,8 @@ class _Parameters:
         """Returns the keys under which a tensor's state can be stored.
 
         `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the key if there are several
-        parts. Under another layout, a tensor can belong to a part with another number, so its key can have any of these
-        numbers.
+        parts. Under another layout, a tensor can belong to a part with another number, so the tensor's key can have the
+        number of any saved part.
         """
         prefixes = ["", *(f"chained_{number}." for number in range(len(self.saved)))]
         kinds = MAIN_NAMES if kind == PARAM else (kind,)
@@ -262,7 +262,7 @@ def _found_part(
     groups: Sequence[Mapping[str, Any]],
     part: LivePart | None = None,
 ) -> FoundPart:
-    """Returns a part with its step and scaler. `part` is the live part; if it is None, the part counts steps."""
+    """Returns a part with its step and scaler. `part` is the live part; None stands for a part that counts steps."""
     stored = [group for state in saved for group in _stored_groups(state)]
     if not stored:
         raise CheckpointMismatchError(

@@ -94,7 +94,7 @@ def open_torch_dist(path: Path) -> ShardReader:
 
     Raises:
         CheckpointNotFoundError: the folder has no torch_dist checkpoint.
-        CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
+        CheckpointCorruptError: the metadata is missing, is damaged, or holds something other than data.
         CheckpointMismatchError: a tensor is stored under the names of two layer specs, with different values.
         UnsupportedError: a backend other than torch_dist wrote the checkpoint.
     """

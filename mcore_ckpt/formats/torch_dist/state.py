@@ -1,4 +1,4 @@
-"""Reads the state that a rank resumes from in a torch_dist checkpoint of megatron's trainer or of verl.
+"""Reads a rank's training state from a torch_dist checkpoint that megatron's trainer or verl wrote.
 
 megatron's `sharded_state_dict` describes which part of which tensor a rank holds, but this package reads the files
 itself. This package does not call `dist_checkpointing.load` (0.16.1), for two reasons. First, that function executes
@@ -105,7 +105,7 @@ class TorchDistState(ForeignState):
     def rng(self) -> dict[str, Any]:
         """Reads this rank's random states.
 
-        They are stored by pipeline and tensor rank and, under expert parallelism, also by replica.
+        The states are stored by pipeline and tensor rank and, under expert parallelism, also by replica.
         """
         at, sizes = self._training.position.coordinates, self._training.position.topology
         replica = at.dp * sizes.cp + at.cp

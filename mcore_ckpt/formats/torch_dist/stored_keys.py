@@ -1,4 +1,4 @@
-"""Finds the keys of a torch_dist checkpoint under which the parts of another model's layers are stored.
+"""Finds the keys of a torch_dist checkpoint whose layers have other numbers than the live model's layers.
 
 A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
 their layers differently (`sharding/counterparts.py`). Only GPTModel stores one tensor, with an axis of layers, for all
@@ -75,7 +75,7 @@ class StoredKeys:
             raise CheckpointMismatchError(f"{error} ({self.layer_mismatch})") from error
 
     def place(self, key: str) -> Place:
-        """Returns where the tensor that has this key in the live model is stored.
+        """Returns the stored place of the tensor that has this key in the live model.
 
         If the checkpoint lacks the tensor, returns a place with the same key, under which nothing is stored.
         """

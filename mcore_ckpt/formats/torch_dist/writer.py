@@ -2,8 +2,9 @@
 
 The files have the form that torch's `FileSystemWriter` writes: the outputs of several `torch.save` calls one after the
 other, with their places listed in `.metadata`. `FileSystemWriter` itself is not used, for two reasons. First,
-until a file is complete, `FileSystemWriter` keeps in memory the last tensor that it has written under each name. These
-tensors are the whole model (`_write_files_from_queue`, torch 2.13). Second, megatron's planner needs the live model.
+until a file is complete, `FileSystemWriter` keeps in memory the last tensor that it has written under each name.
+Together, these tensors are the whole model (`_write_files_from_queue`, torch 2.13). Second, megatron's planner needs
+the live model.
 
 Layer specs name some norms differently, and it is unknown which spec will load the checkpoint. So such a norm is
 written under both names. A placeholder is written for each module's `_extra_state`, because megatron requires every
@@ -79,7 +80,8 @@ class TorchDistWriter:
             for key in each.keys
         }
         stored |= _write_objects(self.contents.objects, folder / _file_name(len(self.contents.files)))
-        # `FileSystemWriter.finish` would store the path of the staging folder, but the folder will be renamed.
+        # `FileSystemWriter.finish` would store the path of the staging folder. That folder will be renamed, so no path
+        # is stored here.
         metadata = Metadata(self.contents.describe(), storage_data=stored, version=CURRENT_DCP_VERSION)
         write_file(folder / METADATA_FILE, [pickle.dumps(metadata)])
         common = io.BytesIO()
