@@ -62,7 +62,7 @@ class VerlRanks(CheckpointKind):
 
 
 def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
-    """Finds the folders `model/mp_rank_*` that hold a model file. Maps their names to the numbers in them.
+    """Finds the folders `model/mp_rank_*` that hold a model file. Maps the folders' names to the numbers in the names.
 
     `mp_rank_00_001` is mapped to (0, 1).
     """

@@ -68,8 +68,8 @@ def open_verl_ranks(
 
     Args:
         expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
-            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show this for the
-            down-projections of latent attention, and for experts that have their own tensor-parallel size.
+            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show how the down-projections
+            of latent attention are cut, or experts that have their own tensor-parallel size.
         sections: the sections (see `Cut`) of tensors that have sections. Gate and up need not be listed, because the
             shape shows that they are fused.
 
@@ -160,7 +160,7 @@ def _chunks(folder: Path) -> list[Chunk]:
 
 def _chunk(where: str, saved: Any) -> Chunk:
     bare = {bare_name(str(name)): value for name, value in as_state_dict(saved, where).items()}
-    # Only FP8 needs transformer-engine's _extra_state.
+    # Leave out transformer-engine's _extra_state, because only FP8 needs this state.
     stored = {name: value for name, value in bare.items() if not name.endswith("_extra_state") and value is not None}
     return {name: as_tensor(value, f"{where}: {name}") for name, value in stored.items()}
 

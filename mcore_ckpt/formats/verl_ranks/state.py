@@ -1,4 +1,4 @@
-"""Reads the state that a rank resumes from in the per-rank folders of verl up to 0.4.
+"""Reads a rank's training state from the per-rank folders of verl up to 0.4.
 
 The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
 and an optimizer that already has state, and scatters data that each rank can read by itself.
@@ -160,8 +160,8 @@ def _read_chunk(where: str, live: Mapping[str, Any], saved: Any) -> Iterator[Fou
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    # transformer-engine's _extra_state is a pickle. Only delayed scaling needs this state, and delayed scaling begins
-    # its history anew.
+    # Leave out transformer-engine's _extra_state, which is a pickle. Only delayed scaling needs this state, and delayed
+    # scaling begins its history anew.
     return {
         name: value
         for name, value in state.items()
