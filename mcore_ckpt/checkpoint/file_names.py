@@ -16,7 +16,8 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# This file in a root, in a remote store or in a folder of `run_home` holds the identity of the run that owns the place.
+# This file holds the identity of a run. It is in each place that the run owns: a root, a remote store, or a folder of
+# `run_home`.
 RUN_FILE = ".run.json"
 # This file exists only in staging folders. It is a manifest of the files from which the save exports its HuggingFace
 # model.
@@ -40,7 +41,7 @@ EXTRA_DIR = "extra_state"
 # The folder of all parts of a step. It contains a folder for each part. The folder of a part contains a folder for each
 # rank that saved files for the part.
 PARTS_DIR = "parts"
-# The file of a part that a trainer hands over as bytes.
+# The name of a part's file if the trainer hands over the part as bytes.
 PART_FILE = "data"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
 # The names that a save puts into a role's folder. Files and folders with other names in a role's folder do not belong
@@ -129,7 +130,7 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
 
     A step whose folder is a broken link or cannot be examined must be reported as unreadable, not as missing.
     """
-    # The parent's listing shows the type of an entry. Only a link takes another call to the file system.
+    # The parent's listing already shows the type of an entry, so only a link takes another call to the file system.
     try:
         return entry.is_dir() or (entry.is_symlink() and not os.path.exists(entry.path))
     except OSError:
@@ -216,7 +217,7 @@ def replaced_dir(role_dir: Path, attempt: str) -> Path:
 
 
 def uploading_dir(role_dir: Path, attempt: str) -> Path:
-    """Returns the folder that protects a checkpoint from deletion while it is copied to a remote store."""
+    """Returns the folder that protects a checkpoint from deletion while the checkpoint is copied to a remote store."""
     return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
 
 

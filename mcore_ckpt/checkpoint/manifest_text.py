@@ -34,7 +34,7 @@ _ENTRIES = 512
 # Triples (member, text, bytes): each occurrence of `text` in the member counts as `bytes` bytes. A large manifest is
 # refused if the sum is larger than the manifest, because its Python objects would take more than five times the size of
 # the manifest. The texts stand for files, for the names of tensors and nodes (two quotes each), and for node numbers. A
-# file of a part of the step has the shortest entry: 80 bytes with the shortest names.
+# part's file has the shortest entry: 80 bytes with the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 # The value of `Holds._count` if the ranges do not ascend.

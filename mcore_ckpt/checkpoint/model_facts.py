@@ -34,7 +34,7 @@ _Values = Callable[[str], Any]
 # The value of a missing field that has no known default. An unknown value is not compared.
 _UNKNOWN = object()
 
-# Every fact, by kind of model, with the value that megatron uses if its version lacks the field. The facts of a kind
+# Every fact, by kind of model, with the value that counts if a version of megatron lacks the field. The facts of a kind
 # are kept and compared only for models of this kind (`_KINDS`). For example, the config of a dense model also has a
 # number of experts per token, but nothing reads this number.
 _TABLE: Mapping[str, Mapping[str, Any]] = {

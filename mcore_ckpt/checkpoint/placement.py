@@ -27,9 +27,9 @@ class Placement:
 
     Attributes:
         nodes: the names of the nodes that saved. A node's number is its position in this tuple.
-        by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first of
-            these nodes has written the file. The other nodes have written the same bytes, or get a copy while the
-            training goes on.
+        by_file: for each file, in the manifest's order, the numbers of the nodes that have the file. The first of these
+            nodes has written the file. The other nodes have written the same bytes, or get a copy while the training
+            goes on.
         save_count: how many saves into the fast tier the training has begun, including the save of this checkpoint.
     """
 
