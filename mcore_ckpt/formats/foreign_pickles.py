@@ -192,7 +192,7 @@ _OF_PYTHON: dict[tuple[str, str], Any] = {
     **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},  # the latter in Python 3.13
 }
 _METADATA_OTHERS: dict[tuple[str, str], Any] = {
-    **_OF_PYTHON,  # `StorageMeta.checkpoint_id` is the path of the folder that torch wrote to
+    **_OF_PYTHON,  # needed for `StorageMeta.checkpoint_id`, the path of the folder that torch wrote to
     ("torch", "Size"): Call(_size),
     ("torch", "device"): Call(_device),
     ("torch.serialization", "_get_layout"): Call(_layout),

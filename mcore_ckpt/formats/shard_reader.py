@@ -59,7 +59,8 @@ class ShardReader:
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
         """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs."""
         wanted = list(ranges)
-        # Shards name their files by absolute paths, because one checkpoint can have several folders.
+        # The folder is the root "/", because shards name their files by absolute paths: one checkpoint can have several
+        # folders.
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:

@@ -206,7 +206,7 @@ def _runs(start: int, rows: Rows, width: int) -> Iterator[tuple[int, int, int, i
     """Cuts rows of elements at the ends of the matrix's rows.
 
     Yields, for each part: its first element, the length and the number of its rows, its place in the memory, and the
-    distance of its rows in the memory.
+    distance, in elements, between its rows in the memory.
     """
     for number in range(rows.rows):
         at, destination = start + number * rows.source_stride, rows.destination + number * rows.destination_stride

@@ -41,7 +41,7 @@ def write_weights(
     """Writes some of the planned files, durably.
 
     The function needs two buffers of STREAM_BYTES, the reader's memory, and memory for the tensors of one batch that
-    are converted to other values or another dtype. The size of the files does not matter.
+    are converted to other values or another dtype. This memory does not grow with the size of the files.
 
     Args:
         numbers: the indices, in `plan.files`, of the files to write.

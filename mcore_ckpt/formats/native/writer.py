@@ -143,7 +143,7 @@ class FileWriter:
         return self._job.progress()
 
     def times(self) -> tuple[float, float]:
-        """Returns the seconds from the start to the last copy out of the training state, and to the last write."""
+        """Returns, in seconds after `start`, when the training state was copied, and when the last write ended."""
         return self._job.times()
 
     def _wait(self, number: int) -> list[int]:
@@ -196,7 +196,7 @@ class FileWriter:
         )
 
     def _different_heads(self, plan: FilePlan, parts: list[_Part]) -> dict[int, bytes]:
-        """Compares the head of each range with the bytes that the previous writer has written there.
+        """Compares each range's head with the bytes that the previous range's writer has written in the head's place.
 
         Returns the heads that differ, by their offset in the file, and puts their CRCs into `parts`. The caller writes
         these heads into the file; otherwise the first bytes of a tensor would come from one replica and the remaining
