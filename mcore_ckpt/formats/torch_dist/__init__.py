@@ -1,1 +1,1 @@
-"""Reads the torch_dist checkpoints that megatron's `dist_checkpointing` writes."""
+"""Reads and writes torch_dist checkpoints, the format of megatron's `dist_checkpointing`."""
