@@ -49,8 +49,8 @@ class FastTier:
         durable_every: how often a saved step is also saved to the root: 10 means every tenth. None: no step is saved to
             the root. Then all checkpoints are in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
-        domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
-            domains. None: each node is its own domain.
+        domain: a function that returns, on each node, the name of this node's failure domain, such as its rack. Copies
+            go to nodes of other domains. None: each node is its own domain.
         tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With `tls`, all data between nodes are encrypted, and
             each node must show a certificate that the authority in `ca.pem` has signed. None: nothing is encrypted, as
             in the job's other traffic (gloo, NCCL).
@@ -91,7 +91,7 @@ class FastTier:
 
         Args:
             given: the fields by name, in a dict or OmegaConf's DictConfig. `domain` may be the path of a function, such
-                as "my_training.racks.rack". A FastTier, and None, are returned unchanged.
+                as "my_training.racks.rack". A FastTier or None is returned unchanged.
             where: what the mapping is called, for messages.
 
         Raises:
@@ -135,11 +135,11 @@ class CheckpointConfig:
             is also skipped while an earlier step is still being copied there.
         if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the
             error of that save on every rank. "warn": the error is only logged.
-        shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
-            not, the first replica writes the whole file.
+        shared_writes: whether all data-parallel and context-parallel replicas write a file together, each replica a
+            part. If not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
-            warns if they differ. The trainer waits for this. If not, each save compares small parts of a few tensors,
-            at no measurable cost. Each save chooses other tensors.
+            warns if they differ. The training waits for this comparison. If not, each save compares small parts of a
+            few tensors, at no measurable cost. The next save chooses other tensors.
         load_replicas: how ranks load tensors that are the same on several ranks: the tensors of the model, which data
             and context parallelism replicate, and the tensors of an optimizer that is not distributed. "read": each
             rank reads them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the
@@ -149,7 +149,8 @@ class CheckpointConfig:
         max_to_keep: how many complete steps to keep on disk, including steps that were saved before a restart. None:
             all. After each commit, older steps are deleted in the background. Pinned steps (`mcore_ckpt.pin`) are never
             deleted.
-        keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
+        keep_every: steps whose number is a multiple of this value are also kept, however old they are. Requires
+            max_to_keep.
         keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
             three steps with the smallest. Several such rules may be given as a list. Each rule may also be a text,
             "reward:3:max". `save` gets the metrics. Of steps with equal values, the step that was committed last counts
@@ -171,12 +172,12 @@ class CheckpointConfig:
             Empty: each step has the parts that are attached when the step is saved.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
             manager's role.
-        vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. The number is
-            needed only if the saved embeddings have another number of rows and padding alone does not explain the
-            difference. None: the value in the HuggingFace config.
+        vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. `vocab_size` is
+            needed only if the saved embeddings have more or fewer rows than the model's, and padding alone does not
+            explain the difference. None: the value in the HuggingFace config.
         timeout_s: how long a rank waits for another rank before it gives up, in seconds.
-        assume_optimizer_step: the optimizer's step count to assume for checkpoints of other programs that do not store
-            it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
+        assume_optimizer_step: the optimizer's step count to assume for a checkpoint of another program that does not
+            store the count (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
         skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
             and loads. The trainer must then get them from elsewhere. `hf_model` then writes only the adapters, in
             PEFT's form, into `huggingface/adapter/`.
@@ -189,9 +190,9 @@ class CheckpointConfig:
             the checkpoint has (Muon after Adam). Then only the main parameters are taken over. If not, such a load is
             refused.
         shared_with_group: whether the Unix group of the files may read and write them, as far as the umask allows.
-            True: new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: new
-            folders and files are as open as a root that exists already; a new root and the fast tier get the modes as
-            with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
+            True: new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: if the
+            root exists already, new folders and files are as open as the root. A new root and the fast tier are treated
+            as with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
@@ -344,7 +345,7 @@ def _texts(field: str, words: object, example: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-# -- what text names ---------------------------------------------------------------------------------------
+# -- objects given by their import path --------------------------------------------------------------------
 
 
 def named_listeners(names: Any, where: str) -> Any:

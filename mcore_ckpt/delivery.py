@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
-# How long `post` waits for the lock, in seconds. A thread holds the lock only for a moment, unless a signal handler has
-# interrupted the thread: the handler saves, and the save waits for the thread that posts.
+# How long `post` waits for the lock, in seconds. A thread usually holds the lock only for a moment. But if a signal
+# handler interrupts that thread and saves, the save waits for another thread that posts. Without a limit, both threads
+# would wait for ever.
 POST_WAIT_S = 1.0
 # If a manager was never closed, its thread ends after this time without events, in seconds. Most saves take less time,
-# so an exiting interpreter that waits for a save still has the thread: from Python 3.12 on, it starts no new threads.
+# so the thread still exists while an exiting interpreter waits for a save. That matters because from Python 3.12 on, an
+# exiting interpreter starts no new threads.
 IDLE_S = 3600.0
 
 
@@ -67,8 +69,8 @@ class Delivery:
             _all.add(self)
 
     def start_anew(self) -> None:
-        """Forgets all events and the thread. Only a forked child calls it, where other threads do not exist."""
-        # A condition has an RLock: a signal handler that saves may interrupt `post` and post itself.
+        """Forgets all events and the thread. A forked child calls it, because the child does not have the thread."""
+        # A condition has an RLock, so a signal handler that interrupts `post` and saves can post, too.
         self._changed = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._thread: threading.Thread | None = None
@@ -104,9 +106,9 @@ class Delivery:
 
         Returns True if all events are delivered.
 
-        It does not wait again for a call that an earlier `drain` has given up on. Without `is_last`, it does not wait
-        again at all until the listeners have caught up, because a slow listener must not hold up each `wait` of a
-        training.
+        `drain` does not wait again for a listener's call that an earlier `drain` has given up on. Without `is_last`,
+        `drain` does not wait again at all until the listeners have caught up, because a slow listener must not hold up
+        each `wait` of a training.
         """
         limit_s = DRAIN_WAIT_S if seconds is None else seconds
         with self._changed:
@@ -166,7 +168,7 @@ class Delivery:
                 self._changed.notify_all()
 
     def _next(self) -> Event | None:
-        """Waits for an event and takes it out of the queue. Returns None if none comes, which ends the thread."""
+        """Waits for an event and takes it out of the queue. Returns None if no event comes, which ends the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or not self._idle_s, self._idle_s)
             if not self._waiting:

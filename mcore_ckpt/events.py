@@ -1,8 +1,8 @@
 """Defines the events that a CheckpointManager sends to its listeners.
 
 A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes listeners, and
-`mcore_ckpt.integrations.listeners` has some ready to use. Events hold only numbers, strings and paths, so a listener
-may keep them, pickle them or send them elsewhere.
+`mcore_ckpt.integrations.listeners` has ready-made ones. Events hold only numbers, strings and paths, so a listener may
+keep them, pickle them or send them elsewhere.
 
 | event | told by | when |
 |---|---|---|
@@ -99,7 +99,7 @@ class ErrorText:
 
     @classmethod
     def redacted(cls, error: BaseException, message: str) -> ErrorText:
-        """Describes an error whose own message and traceback may contain a password, with another message."""
+        """Describes an error by another message, because its own message and traceback may contain a password."""
         return cls(_full_name(type(error)), message)
 
 
@@ -118,7 +118,7 @@ class Captured(Event):
 
     Attributes:
         nbytes: the bytes of tensors that were read.
-        seconds: how long that took.
+        seconds: how long the reading took.
     """
 
     nbytes: int
@@ -161,7 +161,7 @@ class Skipped(Event):
     """A save was skipped on all ranks, because an earlier save is under way. The earlier save goes on.
 
     Attributes:
-        reason: a text that says so and names the rank.
+        reason: a text that says that an earlier save is under way, and on which rank.
         seconds: how long `save` held up the training.
     """
 
@@ -174,13 +174,13 @@ class Failed(Event):
     """A save, load or upload has failed. After a save, the previous checkpoint is intact.
 
     An upload that failed because of the store is tried again after the next commit, so there can be several of these
-    events for one checkpoint; `step` is then the newest step that was to be uploaded.
+    events for one checkpoint. Their `step` is the newest step that was to be uploaded.
 
     Attributes:
         operation: what has failed.
         error: the error that the caller gets.
         seconds: the time from the call (of an upload: from the beginning of the try) to the failure.
-        phases: the phases of a save that had begun. The last phase is the phase that failed.
+        phases: for a save, the phases that had begun. The last of them failed.
     """
 
     operation: Literal["save", "load", "upload"]
@@ -211,7 +211,7 @@ class Deleted(Event):
     """An old step has been deleted, with all its roles.
 
     Attributes:
-        seconds: how long that took.
+        seconds: how long the deletion took.
         place: where it was deleted. The step may still be in the other place.
     """
 

@@ -71,11 +71,11 @@ class CheckpointManager:
     state. If `save` is called before all of the memory is ready, it copies only the files that fit into the ready part.
     It writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for
     all of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also
-    copies a few bytes from it, so that an installation that cannot copy is refused now.
+    copies a few bytes from that GPU, so that an installation that cannot copy from a GPU is refused now.
 
     Args:
         root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has
-            `durable_every=None`, which writes nothing to it. `~` is the home folder.
+            `durable_every=None`, because then nothing is written to the root. `~` is the home folder.
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         optimizer: the optimizer that `get_megatron_optimizer` returned, or None.
         lr_scheduler: an `OptimizerParamScheduler`, another object with state_dict and load_state_dict, or None.
@@ -131,7 +131,8 @@ class CheckpointManager:
                 with agreement.call(_SETTING_UP):
                     self._set_up(agreement, failed, root, role, model, config, objects)
             except BaseException as error:
-                # Other ranks may have a manager already, and its first call would wait for this rank.
+                # Other ranks may have a manager already. Make its first call fail, because it would otherwise wait for
+                # this rank.
                 with suppress(RuntimeError):  # the store is gone
                     agreement.fail_next_round(_SETTING_UP, error)
                 raise
@@ -197,16 +198,16 @@ class CheckpointManager:
         """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
-        With a fast tier, the checkpoint is committed on the nodes. Without `async_save`, `save` returns only when a
-        durable step is in the root, too, or when the machine is about to go (`PreemptionGuard`).
+        With a fast tier, the checkpoint is committed on the nodes. If the step is durable and `async_save` is off,
+        `save` returns only when the step is in the root, too, or when the machine is about to go (`PreemptionGuard`).
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
                 committed.
             extra_state: this rank's data position, counters and so on: containers, numbers, strings, tensors and NumPy
                 arrays (docs/format.md lists the types). Values come back with their types. The extra state may differ
-                between ranks. A `ShardedPosition` in it is divided anew under another data-parallel size. It may also
-                be a function that returns this state. If the function raises on one rank, all ranks raise a
+                between ranks. A `ShardedPosition` in it is divided anew under another data-parallel size. `extra_state`
+                may also be a function that returns this state. If the function raises on one rank, all ranks raise a
                 CommitError. If code before the call of `save` raises on one rank instead, the other ranks wait for this
                 rank until `timeout_s`.
             roles: the roles that this step consists of. None: `config.roles`.
@@ -232,16 +233,16 @@ class CheckpointManager:
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
-            InvalidStateError: this is a forked child of the process that has made the manager, or a function of a part
-                calls `save`.
-            NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
-                CommitError. With `async_save` and `if_failed="warn"` the error is not raised but logged, and the
-                returned handle has the error.
+            InvalidStateError: this process is a forked child of the process that has made the manager, or `save` is
+                called by a function that was attached with a part.
+            NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. A NoRoomError
+                is also a CommitError. With `async_save` and `if_failed="warn"` the error is not raised but logged, and
+                the returned handle has the error.
             UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer, or a tool, writes this role below this root. Nothing has been done.
             InvalidArgumentError: an argument has a value that is not allowed. For example, `path` is the folder of
-                another step or of all steps, or parts of two ranks differ only in upper and lower case.
+                another step or of all steps, or the names of two ranks' parts differ only in upper and lower case.
             MemoryError: this rank has too little host memory to copy its state. The other ranks raise a CommitError.
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 saved by this call.
@@ -278,9 +279,10 @@ class CheckpointManager:
             load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
                 been loaded. The function gets the saved part (`state.SavedPart`), which has what each rank has saved.
                 None: this rank loads nothing.
-            optional: whether a step without the part may be loaded, or any step without the word 'extra' in
-                `load_contents`. The function `load` is then not called. A checkpoint of another program, which has no
-                parts, is loaded in any case, with a warning that names the parts that are not optional.
+            optional: whether a load may leave the part out, because the step does not have it or because
+                `load_contents` does not have the word 'extra'. The function `load` is then not called. A checkpoint of
+                another program has no parts. It is loaded in any case, with a warning that names the parts that are not
+                optional.
 
         Raises:
             InvalidArgumentError: the name cannot be used or is used already, or neither `save` nor `load` is given.
@@ -322,16 +324,16 @@ class CheckpointManager:
                 checkpoint changes nothing. "off": no CRC of a tensor is checked, only sizes, indexes and small files.
                 Checkpoints of other programs have no CRCs, so `verify` makes no difference for them.
             check_extra: a function that is called with this rank's extra state (None if there is none) before anything
-                changes. It may run on another thread. If it raises a CheckpointError on one rank, all ranks raise it.
-                It is not called for a checkpoint of another program.
+                changes. The function may run on another thread. If it raises a CheckpointError on one rank, all ranks
+                raise this error. The function is not called for a checkpoint of another program.
 
         Returns:
             The step, the extra state that this rank gave to `save`, and a report.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            InvalidArgumentError: an argument has a value that is not allowed, or a part is attached that is not
-                optional, and `load_contents` has no 'extra'.
+            InvalidArgumentError: an argument has a value that is not allowed, or a part that is not optional is
+                attached, and `load_contents` has no 'extra'.
             CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
             CheckpointCorruptError: the checkpoint is damaged, and there is no other checkpoint to load. The message
                 says whether model and optimizer have changed.
@@ -370,7 +372,7 @@ class CheckpointManager:
 
     @property
     def history(self) -> RunHistory:
-        """The checkpoint that the training goes on from. Another manager can go on from it once this one is closed."""
+        """The checkpoint that the training goes on from. Another one can go on from it once this manager is closed."""
         return self._context.history
 
     @property
@@ -558,7 +560,7 @@ class CheckpointManager:
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:
-    """Checks the model and the arguments on all ranks together. Returns the trainer as all ranks know it."""
+    """Checks the model and the arguments on all ranks together. Returns the completed trainer."""
 
     def look_at_root() -> None:
         leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)

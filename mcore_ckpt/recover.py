@@ -83,8 +83,8 @@ def recover(
         managers: one manager for each role. All managers have the same root and the same remote store, or no store.
         resume: "auto": load the newest step that is complete and has all roles. If there is no checkpoint at all,
             neither local nor in the remote store, start from the beginning. "off": start from the beginning. A number:
-            load only the step with this number. A path: load only the step in this folder; with one manager, it may
-            also be the role's folder, even a folder that another program wrote.
+            load only the step with this number. A path: load only the step in this folder; with one manager, the path
+            may also name the role's folder, even a folder that another program wrote.
         retries: how often a failed attempt is repeated.
 
     Returns:
@@ -136,7 +136,7 @@ def _recovered(by_role: Mapping[str, CheckpointManager], resume: str | int | Pat
 
 
 def _check_resume(resume: object) -> None:
-    """Raises InvalidArgumentError for an invalid `resume`. The message has the right spelling."""
+    """Raises InvalidArgumentError for an invalid `resume`. The message says what to write instead."""
     what = "use 'auto', 'off', a step or a path"
     if isinstance(resume, bool) or not isinstance(resume, (str, int, os.PathLike)) or resume == "":
         raise InvalidArgumentError(f"resume is {resume!r}: {what}")
@@ -174,8 +174,8 @@ def _found(by_role: Mapping[str, CheckpointManager], step: int | None, nodes: Se
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
     """Lists the steps that are complete and have all these roles, the newest first.
 
-    It reads only manifests, looks at names and sizes of the other files, and does not communicate with other ranks. If
-    retention has removed a step's optimizer, the step is listed only if there are no other steps.
+    This function reads only manifests, looks at names and sizes of the other files, and does not communicate with other
+    ranks. If retention has removed a step's optimizer, the step is listed only if there are no other steps.
 
     Args:
         root: the folder of the steps.

@@ -28,7 +28,7 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
 
 
 class Copied(Protocol):
-    """Copies of a step on other nodes, as `CopyHandle` has them."""
+    """The attribute of a step's copies on other nodes that a Schedule reads. `CopyHandle` has it."""
 
     @property
     def done(self) -> bool: ...
@@ -54,7 +54,7 @@ class Frequency:
         epochs: the number of epochs between two saves. None: epochs cause no save.
         steps: the number of steps between two saves. None: steps cause no save.
         secs: the seconds between two saves. None: time causes no save.
-        minutes: the minutes between two saves. Give only `secs` or `minutes`.
+        minutes: the minutes between two saves. Give `secs` or `minutes`, not both.
         continuous: whether to save again as soon as the previous save is done: committed, and, with a fast tier, copied
             to the other nodes. A schedule learns of each save from `Schedule.saved`.
 
@@ -125,8 +125,8 @@ class Schedule:
 
         Raises:
             InvalidArgumentError: this process is one of several ranks, and `agree` is None, but `secs`, `minutes` or
-                `continuous` may cause a save. These differ from rank to rank. If only one rank asks, and tells the
-                others, pass `alone`.
+                `continuous` may cause a save. Clocks and the end of a save differ from rank to rank. If only one rank
+                asks, and tells the other ranks, pass `alone`.
             CheckpointError: `agree` raised it, for example because the ranks are not at the same step. The counts have
                 not changed.
         """
@@ -155,7 +155,7 @@ class Schedule:
         If nothing was saved, the counts go on as if that `due` had been false, so the next `due` is true.
 
         Args:
-            handle: what `CheckpointManager.save` returned. None: it raised an error.
+            handle: what `CheckpointManager.save` returned. None: the call raised an error.
         """
         if handle is not None and handle.has_begun:
             self._last = handle

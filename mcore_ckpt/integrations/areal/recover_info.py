@@ -40,11 +40,12 @@ STEP_FIELDS = ("epoch", "epoch_step", "global_step", "steps_per_epoch")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank that runs the trainer stands. AReaL's single controller is the only such rank.
+    """Where a rank that runs the trainer stands. AReaL's single controller, if used, is the only such rank.
 
     Attributes:
-        rank, world: its number among these ranks, and how many there are.
-        dp, size: its data-parallel rank, and how many data-parallel ranks there are. Each reads other samples.
+        rank, world: its number among the ranks that run the trainer, and how many such ranks there are.
+        dp, size: its data-parallel rank, and how many data-parallel ranks there are. Each data-parallel rank reads
+            other samples.
     """
 
     rank: int
@@ -79,8 +80,8 @@ class Progress:
 def dataloader_file(rank: int, world: int, dp: int, size: int) -> str:
     """Returns the name of the file that has one rank's data loader state.
 
-    Each rank has a file, because the positions can differ. The name has the data-parallel place, so that a load under
-    another layout finds the file of a place in the manifest, and opens no other file.
+    Each rank has a file, because the positions can differ. The name has the data-parallel place. So a load under
+    another layout can choose the file of a place by the names in the manifest, and opens no other file.
     """
     return f"{_DATALOADER}.pt" if world == 1 else f"{_DATALOADER}_{rank:05d}_dp{dp}_of{size}.pt"
 
@@ -161,14 +162,16 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 def read(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
     """Reads what `write` committed, and checks the size and CRC of every file that it reads.
 
-    The data loader's state is that of the saved rank with the same data-parallel place. If the data-parallel size has
-    changed, there is none: the state is None if all saved loaders had finished an epoch, or if `begins_anew` is set.
+    The data loader's state is taken from the saved rank with the same data-parallel place. If the data-parallel size
+    has changed, no saved state fits. The state is then None, provided that all saved loaders had finished an epoch, or
+    that `begins_anew` is set.
 
     Raises:
         CheckpointNotFoundError: nothing is committed in the folder.
         CheckpointCorruptError: a file is missing or damaged, or its contents do not fit its name.
         CheckpointMismatchError: the data-parallel size has changed within an epoch, and `begins_anew` is not set. Only
-            rank 0 raises it, because otherwise each rank would open the files of all ranks. The caller tells the rest.
+            rank 0 raises this error, because otherwise each rank would open the files of all ranks. The caller tells
+            the other ranks.
     """
     role = RoleReader(folder)
     values = {field: parse_json(role.read(name, JSON_BYTES), folder / name) for field, name in JSON_FILES.items()}
@@ -189,12 +192,12 @@ def _dataloader(role: RoleReader, place: Place, begins_anew: bool) -> Any:
     wanted += [f"{_DATALOADER}_{rank:05d}.pt" for rank in own_first]
     for name in filter(set(files).__contains__, wanted):
         values, path = _values(role, name), role.role_dir / name
-        # The oldest files do not have the place at all: it is taken to be the same if as many ranks load.
+        # The oldest files do not contain the place. The place counts as unchanged if the number of ranks is unchanged.
         known = (values["dp"], values["size"]) if "size" in values else None
         if known == (place.dp, place.size) or (known is None and world == place.world):
             return _opened(values["dataloader"], path)
         if known is None or known[1] != place.size:
-            break  # because all ranks were saved with this size
+            break  # all ranks were saved with this size, so no other file fits
     # Only rank 0 opens the files of all ranks.
     if place.rank == 0:
         states = (_opened(_values(role, name)["dataloader"], role.role_dir / name) for name in files)

@@ -105,7 +105,7 @@ class LoopCheckpoints:
         self._kept.attach(name, **how)
 
     def saving_manager(self, training: Training, args: Arguments, config: CheckpointConfig) -> CheckpointManager:
-        """Returns the manager that saves: the same one as long as the arguments stay. Raises CheckpointError."""
+        """Returns the manager that saves. It stays the same as long as the arguments do. Raises CheckpointError."""
         config = args.saving(config, training.optimizer is not None)
         return self._kept.get(args.folder("save"), training.arguments(), config)
 
@@ -168,13 +168,13 @@ class LoopCheckpoints:
             choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
                 Only rank 0 calls it.
             find_theirs: finds a checkpoint in the framework's own format.
-            check_state: a function to call with the saved `state` before anything changes, unless the load is the
-                start of a finetuning or has no such state. If it raises on one rank, all ranks raise.
+            check_state: a function to call with the saved `state` before anything changes, unless the load begins a
+                finetuning, or the checkpoint has no such state. If the function raises on one rank, all ranks raise.
 
         Returns None if there never was a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, although
+            CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, and
                 `args.exit_on_missing_checkpoint` is set or `args.pretrained_checkpoint` names a second folder.
             CheckpointError: see CheckpointManager.load.
         """
@@ -184,8 +184,8 @@ class LoopCheckpoints:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
 
-        # The nodes have only steps of this run, which saves to `args.save`. `load_arg` may name the folder of another
-        # run.
+        # The nodes have only steps of this run, which saves to `args.save`. If `load_arg` names another folder, the
+        # steps on the nodes must not be loaded.
         config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
         # A separate manager finds the checkpoint, because the arguments of the load depend on the checkpoint.
         finder = CheckpointManager(
@@ -229,14 +229,16 @@ class LoopCheckpoints:
         theirs = found.get("theirs")
         if theirs is not None:
             layout = training.layout()
-            # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
+            # Megatron-LM saves random states by tensor-parallel and pipeline-parallel rank, so they fit only the saved
+            # sizes.
             has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
             left_out = {"extra"} if keeps_rng or not has_rng else set()
             left_out |= {"optimizer"} if found["weights_alone"] else set()
             words = tuple(word for word in config.load_contents if word not in left_out)
             config = replace(config, load_contents=words)
         generators = read_rng()
-        # With `finetune`, the training begins at iteration 0, and the data of another run does not belong to it.
+        # With `finetune`, the training begins at iteration 0, so the load leaves out the parts of the other run, such
+        # as its data.
         with_parts = not args["finetune"]
 
         def check_extra(extra: Mapping[str, Any] | None) -> None:
@@ -251,7 +253,7 @@ class LoopCheckpoints:
             result = manager.load(step=found.get("step"), path=path, verify=verify, check_extra=check_extra)
         state = found["state"] if theirs is not None else _state_of(result)
         if theirs is None and (keeps_rng or state["no_save_rng"]):
-            # The load of `extra`, which has the counters, has also replaced the random states. Put the old ones back.
+            # The load of `extra`, which has the counters, has also replaced the random states. Put the old states back.
             write_rng(generators)
         same_layout = state.get("layout") == training.layout()
         if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
@@ -261,8 +263,8 @@ class LoopCheckpoints:
     def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
         """If `blocking`, waits until no save is under way. If `terminate`, also frees the memory that saves use.
 
-        If both are False, this does nothing, because a save commits on its own thread, and the next save or load raises
-        the save's error. Raises CheckpointError on all ranks: the save that was under way failed.
+        If both are False, this method does nothing, because a save commits on its own thread, and the next save or load
+        raises the save's error. Raises CheckpointError on all ranks: the save that was under way failed.
         """
         if terminate:
             self._kept.close()

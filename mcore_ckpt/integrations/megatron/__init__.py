@@ -45,7 +45,7 @@ from mcore_ckpt.integrations.megatron.rollout_bank import PART, RolloutBankPart
 
 @dataclass(frozen=True)
 class _Settings(LoopSettings):
-    """The arguments of `configure`, which describes them."""
+    """The arguments that were given to `configure`. Its docstring describes them."""
 
     args: Any = None
     other_data_size: str = "refuse"
@@ -109,8 +109,8 @@ def configure(
         other_data_size: what `load_checkpoint` does if the data loader's state does not fit this data-parallel size.
             "refuse": it raises CheckpointMismatchError before anything changes. "begin_anew": it loads the rest, and
             `loaded_dataloader_state` returns None. "as_saved": `loaded_dataloader_state` returns plain values and a
-            ShardedPosition as a rank saved them, for loops that can divide them, or need not; Energon's state is
-            refused.
+            ShardedPosition as a rank saved them, for loops that divide this state themselves, or can use it undivided.
+            Energon's state is refused.
 
     Raises InvalidArgumentError: `other_data_size` has another value.
 
@@ -224,8 +224,8 @@ def save_checkpoint(
 def saving_manager(model: Any, optimizer: Any, opt_param_scheduler: Any) -> CheckpointManager:
     """Returns the manager with which `save_checkpoint` saves these objects, for a PreemptionGuard.
 
-    Every rank calls it, after the load. It stays the same until `configure`, or until an argument changes that the
-    saves read. Do not close it: `maybe_finalize_async_save(terminate=True)` does.
+    Every rank calls it, after the load. The manager stays the same until `configure` is called, or until an argument
+    that the saves read changes. Do not close the manager: `maybe_finalize_async_save(terminate=True)` closes it.
 
     Raises CheckpointError: see CheckpointManager.
 
@@ -274,7 +274,7 @@ def load_checkpoint(
         checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, although
+        CheckpointNotFoundError: there are checkpoints, but none is complete; or there is no checkpoint, and
             `args.exit_on_missing_checkpoint` is set (Megatron-LM then exits with status 0) or
             `args.pretrained_checkpoint` names a second folder.
         UnsupportedError: an argument cannot be honoured.
@@ -330,8 +330,8 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 def loaded_dataloader_state() -> Any:
     """Returns this rank's data loader state from the checkpoint that was loaded last; None if it has no such state.
 
-    The state is what `train_data_iterator.iterable.save_state()` returned for the save: Energon's object, for
-    `restore_state_rank`, plain values, or a ShardedPosition. Under another data-parallel size, Energon's object has
+    The state is what `train_data_iterator.iterable.save_state()` returned for the save: Energon's object (for
+    `restore_state_rank`), plain values, or a ShardedPosition. Under another data-parallel size, Energon's object has
     this rank's share of all saved workers (`ShardedPosition.of_energon`).
 
     Megatron-LM writes the state below `args.dataloader_save`, in separate files, which can belong to another iteration

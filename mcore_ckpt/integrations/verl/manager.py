@@ -1,4 +1,4 @@
-"""The checkpoint manager that replaces the one in verl's engines and workers."""
+"""Defines the checkpoint manager that replaces verl's own manager in verl's engines and workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MegatronCheckpointManager:
         frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then
             `save_checkpoint` returns only after it has copied the state, whatever `async_mode` is.
         peft_cls: given for a model with LoRA adapters. Only the adapters are then saved and loaded, because the trainer
-            loads the base model from its own files. `hf_model` writes the adapters in PEFT's form into
+            loads the base model from the base model's own files. `hf_model` writes the adapters in PEFT's form into
             `huggingface/adapter/`.
         use_megatron_fsdp: must be False.
         of_verl: other arguments that verl passes. They are ignored.
@@ -126,8 +126,8 @@ class MegatronCheckpointManager:
                 names the step once all its roles are committed.
             hdfs_path: the same folder in a remote store that fsspec can reach. The upload runs in the background.
             global_step: the N in `local_path`.
-            max_ckpt_to_keep: how many complete steps stay on disk, including those of earlier runs. None keeps all
-                steps. The remote store always keeps all steps.
+            max_ckpt_to_keep: how many complete steps stay on disk, including steps that were saved before a restart.
+                None keeps all steps. The remote store always keeps all steps.
 
         Raises:
             CheckpointError: this save failed, or an earlier async save did. All ranks raise the same error.
@@ -157,7 +157,7 @@ class MegatronCheckpointManager:
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or a trainer died while it saved the step. The message
                 names the newest complete step. If the tracker named the step that cannot be loaded, the tracker now
-                names the complete step.
+                names that complete step.
             CheckpointCorruptError: the checkpoint is damaged. The message names the newest complete step, and the
                 tracker is changed, as for CheckpointNotFoundError.
             CheckpointMismatchError: the checkpoint does not fit the model. Nothing was loaded, except perhaps
@@ -188,7 +188,7 @@ class MegatronCheckpointManager:
             self._delete_later = place
 
     def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
-        """Removes verl's data of steps that only the nodes had, and no longer have. Every rank calls it."""
+        """Removes verl's data of steps that were only on the nodes, and are no longer there. Every rank calls it."""
 
         def bare() -> dict[str, Any]:
             try:
@@ -218,7 +218,7 @@ class MegatronCheckpointManager:
             manager.load(path=place.folder)
             return
         # If the optimizer is loaded below, do not fill its main parameters from the weights here: the checkpoint has
-        # them in fp32.
+        # the main parameters in fp32.
         model, optimizer = self._trainer["model"], None if "optimizer" in rest else self._trainer["optimizer"]
         if seen["adapters"]:
             fill_adapters(manager, model, optimizer, Path(seen["adapters"]))
@@ -231,9 +231,10 @@ class MegatronCheckpointManager:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
     def _look_at(self, place: Place, on_nodes: resume.OnNodes) -> dict[str, Any]:
-        """Returns the files of verl's own manager that rank 0 sees in a folder, as JSON values; "" for a missing file.
+        """Returns what rank 0 sees in a folder, as JSON values.
 
-        `on_nodes` has the steps in the nodes' folders of a fast tier.
+        The values say whether a checkpoint is there, what its step lacks, and which files verl's own manager wrote (an
+        empty text for a missing file). `on_nodes` has the steps in the nodes' folders of a fast tier.
         """
         # With adapters, verl 0.7.0 also writes HuggingFace weights with the adapters merged into them. The base model
         # must not get these merged weights.
@@ -296,7 +297,8 @@ class MegatronCheckpointManager:
         if loaded.step_path is None or loaded.step is None:
             return
         others = [status for status in reversed(list_steps(saved.root)) if status.path != loaded.step_path]
-        # Commit numbers of different roots cannot be compared.
+        # Commit numbers of different roots cannot be compared. If the roots differ, each step of the new root counts as
+        # newer.
         is_elsewhere = saved.root != loaded.root
         status = step_status(loaded.step_path)
         last = status.commit.number
