@@ -19,7 +19,7 @@ from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
-# The role of a checkpoint in a folder that is not part of a step. It is AReaL's name for a single engine.
+# The role of a checkpoint in a folder that is not part of a step. AReaL gives a single engine this name.
 SINGLE_ROLE = "default"
 
 
@@ -117,7 +117,8 @@ class Checkpointer:
     ) -> None:
         """Loads exactly this folder. The LR scheduler is loaded together with the optimizer.
 
-        The checkpoint may have been saved under another parallel layout. AReaL's own `torch_dist` folders load, too.
+        The checkpoint may have been saved under another parallel layout. AReaL's own `torch_dist` folders can be
+        loaded, too.
 
         Raises CheckpointError: see `CheckpointManager.load`.
         """

@@ -1,4 +1,4 @@
-"""AReaL's Megatron engines (1.0.4) with our checkpointer.
+"""Gives AReaL's Megatron engines (1.0.4) our checkpointer.
 
 Use these classes in place of AReaL's. A controller tells its workers the dotted path of the class, and each worker
 imports the class:
@@ -33,7 +33,7 @@ HF_ASYNC = "hf_async"
 
 
 class CheckpointedEngine(_Engine):
-    """A mixin that gives one of AReaL's Megatron engines our checkpointer. It must be the first base.
+    """A mixin that gives one of AReaL's Megatron engines our checkpointer. The mixin must be the first base.
 
     Attributes:
         checkpoint_config: options that a subclass may set. AReaL's own option (`actor.megatron.async_save`) overrides
@@ -50,7 +50,7 @@ class CheckpointedEngine(_Engine):
         has_adapters = self.config.use_lora and self.optimizer is not None
         if self.checkpointer is not None or has_adapters:
             config = dataclasses.replace(self.checkpoint_config, async_save=self.mcore_config.async_save)
-            if has_adapters:  # the engine fills the base model from its own files
+            if has_adapters:  # the engine fills the base model from the base model's own files
                 config = dataclasses.replace(config, skip_frozen=True)
             self.checkpointer = Checkpointer(
                 self.model,

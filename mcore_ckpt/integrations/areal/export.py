@@ -32,7 +32,7 @@ class HfExport:
     The model is first saved next to its final folder, as a checkpoint that holds only `hf_model`. Then rank 0 moves the
     folder with the weights into place.
 
-    `end` closes the manager, whose `save_contents` has only `hf_model`.
+    The `save_contents` of `manager` must have only `hf_model`. `end` closes the manager.
 
     Raises CheckpointError: the save failed. Nothing has been exported.
     """

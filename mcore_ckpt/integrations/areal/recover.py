@@ -158,8 +158,8 @@ class RecoverHandler(areal.RecoverHandler):
         Raises:
             CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing was loaded.
             CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
-            CheckpointMismatchError: a step is intact, but belongs to another model; or its data position to another
-                data-parallel size (`data_begins_anew`). In the second case nothing was loaded.
+            CheckpointMismatchError: a step is intact, but belongs to another model; or its data position belongs to
+                another data-parallel size (`data_begins_anew`). In the second case nothing was loaded.
         """
         enable_loggers()
         if self.config.mode in _OFF:
@@ -192,7 +192,7 @@ class RecoverHandler(areal.RecoverHandler):
         )
 
     def _place(self, engines: Mapping[str, Any]) -> Place:
-        # AReaL's trainers make the data loader with the places of their actor, which is the first engine.
+        # AReaL's trainers divide the data by the data-parallel ranks of their actor, which is the first engine.
         first, agreement = next(iter(engines.values())), self._steps.agreement
         dp, size = first.data_parallel_rank, first.data_parallel_world_size
         return Place(agreement.rank, agreement.world_size, int(dp), int(size))

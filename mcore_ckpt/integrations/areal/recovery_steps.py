@@ -66,7 +66,7 @@ class RecoverySteps:
         root: the folder of the steps.
         keep: how many complete steps stay.
         timeout_s: how long any wait for another rank may take, in seconds.
-        shared: whether the user group may enter a root that this object makes (`CheckpointConfig.shared_with_group`).
+        shared: whether the Unix group may enter a root that this object makes (`CheckpointConfig.shared_with_group`).
 
     Attributes:
         agreement: connects this rank with the other ranks that run the trainer.

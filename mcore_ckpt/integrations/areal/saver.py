@@ -37,7 +37,7 @@ class Saver(areal.Saver):
 
     With `mode` "sync", `save` returns when the folder is there. With "async" and "auto", `save` returns once the
     weights are copied. An engine that is not a CheckpointedEngine is exported synchronously, as by AReaL's Saver. With
-    "async", this is logged as a warning.
+    "async", a warning says so.
     """
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:

@@ -33,14 +33,14 @@ def found(folder: Path) -> list[str]:
 
 
 def read_stock(folder: Path, place: Place, begins_anew: bool = False) -> Progress:
-    """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
+    """Reads the recover_info that AReaL wrote. Never executes code from AReaL's pickle.
 
-    If the file has a list of data loader states, one for each rank, the result has the state of this rank.
+    If the pickle has a list of data loader states, one for each rank, the result has the state of this rank.
 
     Raises:
         CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
-        CheckpointMismatchError: another number of ranks had saved, and `begins_anew` is not set. (AReaL refuses it,
-            too.)
+        CheckpointMismatchError: another number of ranks had saved, and `begins_anew` is not set. (AReaL refuses such a
+            load, too.)
     """
     values: dict[str, Any] = {
         field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()
@@ -78,7 +78,7 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(control: Any) -> int:
-    """Reads from the `state_dict` of a `FrequencyControl` how far it has counted since it last fired."""
+    """Returns how far a `FrequencyControl` had counted since it last fired, from its `state_dict`."""
     counts = [control.get(name) for name in ("steps", "last_steps")] if isinstance(control, dict) else [None]
     known = [count for count in counts if isinstance(count, int)]
     return max(0, known[0] - known[1]) if len(known) == 2 else 0

@@ -46,7 +46,7 @@ class _Replaced(Generic[T]):
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Returns our handler if all trained engines are ours.
+    """Returns our handler if all trained engines are ours, and AReaL's handler if none is.
 
     Other engines write no manifest, so no step would be complete.
     """
@@ -74,7 +74,7 @@ def _handler(trainer: Any, stock: Any) -> Any:
 class CheckpointedTrainer:
     """A mixin that gives our engines, Evaluator, Saver and RecoverHandler to one of AReaL's trainers.
 
-    It must be the first base.
+    The mixin must be the first base.
 
     Engines with another backend than megatron stay AReaL's own. A trainer without a megatron engine keeps AReaL's
     recovery.

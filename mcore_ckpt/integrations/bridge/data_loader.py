@@ -28,7 +28,7 @@ _FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
 
 
 def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
-    """Returns the state of the loader under Bridge's RerunDataIterator; None if there is none.
+    """Returns the state of the loader under Bridge's RerunDataIterator; None if the loader has no state.
 
     `dp` is this rank's place in its data-parallel group, and the group's size.
     """
@@ -45,8 +45,8 @@ class Unsaved:
 
     With virtual stages, Bridge 0.6 itself still has one iterator, which all stages of a rank share
     (`make_data_iterator_list`). There is a list only if the caller's own data provider, with
-    `dataloader_type="external"`, returns a list of loaders. Each of them has its own position, and Bridge restores no
-    list (`maybe_load_dataloader_state`).
+    `dataloader_type="external"`, returns a list of loaders. Each of these loaders has its own position, and Bridge
+    restores no list (`maybe_load_dataloader_state`).
     """
 
     def __init__(self) -> None:

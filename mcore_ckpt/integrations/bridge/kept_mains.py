@@ -1,8 +1,8 @@
 """Keeps main parameters that Megatron-Bridge would round after a load.
 
 With `optimizer_cpu_offload`, Bridge's `setup` copies the bf16 parameters of the model over all main parameters as soon
-as the manager has loaded (`sync_hybrid_device_optimizer_fp32_master_copies`, 0.6.2). That is right if only the weights
-were loaded. If the optimizer was also loaded, the main parameters lose the bits that bf16 does not have.
+as the manager has loaded (`sync_hybrid_device_optimizer_fp32_master_copies`, 0.6.2). Copying is right if only the
+weights were loaded. If the optimizer was also loaded, the main parameters lose the bits that bf16 does not have.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from mcore_ckpt.state import optimizer_parts
 
 # Fields of HybridDeviceOptimizer (megatron-core 0.16 to 0.19): the dict that maps a parameter to the parameter that is
-# updated in its place, and the dicts that map the parameter to its other copies. After a load, all of them have the
-# values of the updated parameter, each in its own dtype.
+# updated in its place, and the dicts that map the parameter to its other copies. After a load, the parameter and all
+# copies have the values of the updated parameter, each in its own dtype.
 _UPDATED = "param_to_inner_param"
 _COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 

@@ -1,4 +1,4 @@
-"""The checkpoint manager that replaces the one in Megatron-Bridge's training."""
+"""Defines the checkpoint manager that replaces Megatron-Bridge's own manager."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class McoreCheckpointManager:
             lambda: _saved_state(ctx),
             data_iterator=ctx.train_data_iterator,
         )
-        self._announcements.tell(state, has_ended=True)  # announces the previous save, for which this one has waited
+        self._announcements.tell(state, has_ended=True)  # announces the previous save, for which this save has waited
         fire = after_commit.event_of(ctx, callback_manager)
         place = step_dir(Path(args.folder("save")), step)
         self._announcements.follow(after_commit.AnnouncedSave(handle, place, step, fire))
@@ -137,7 +137,7 @@ class McoreCheckpointManager:
             iteration, operations = self._stock.load(ctx)
             return iteration, operations
         if source is Source.PRETRAINED:
-            cfg.checkpoint.finetune = True  # as Bridge's load_checkpoint does, because other code of Bridge reads it
+            cfg.checkpoint.finetune = True  # as Bridge's load_checkpoint does, because other code reads this field
         args, config = arguments(cfg), _config(cfg)
         if source is Source.PRETRAINED:
             args["load"], args["ckpt_step"] = cfg.checkpoint.pretrained_checkpoint, None

@@ -1,7 +1,7 @@
 """Translates Megatron-Bridge's CheckpointConfig, and keeps the settings for which Bridge has no options.
 
-Every field of Bridge's class is honoured, has no effect here, or is refused. The lists of the honoured fields and of
-those without effect are in tests/bridge/with_bridge/test_bridge_options.py.
+Every field of Bridge's class is honoured, has no effect here, or is refused.
+tests/bridge/with_bridge/test_bridge_options.py lists the honoured fields and the fields without effect.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
             if given:
                 _refuse_one_checkpoint(name, Path(given), role)
                 _complete_tracker(Path(given))
-        # If `load` has no checkpoint, Bridge takes the weights from `pretrained_checkpoint`. It does not do so if
-        # `ckpt_step` is set, because that step must be in `load`.
+        # If `load` has no checkpoint, Bridge takes the weights from `pretrained_checkpoint`. But if `ckpt_step` is set,
+        # that step must be in `load`.
         fallback = checkpoint.pretrained_checkpoint
         if checkpoint.ckpt_step is not None or not (fallback and _has_checkpoint(Path(fallback))):
             _check_not_missing(checkpoint)
@@ -101,7 +101,7 @@ def _is_asked(value: Any) -> bool:
 
 
 def _has_checkpoint(root: Path) -> bool:
-    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not if the folder has a HuggingFace model."""
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if it has a HuggingFace model."""
     from megatron.bridge.training.utils import checkpoint_utils
 
     is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)

@@ -50,7 +50,7 @@ def restore_train_state(state: Any, loaded: Loaded) -> None:
 
 
 def _as_yaml(cfg: Any) -> str:
-    """Returns the contents of run_config.yaml in Bridge's own checkpoints. Only Bridge knows how to write it."""
+    """Returns the contents of run_config.yaml in Bridge's own checkpoints. Only Bridge knows how to write this file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run_config.yaml"
         cfg.to_yaml(str(path))

@@ -37,8 +37,8 @@ class Arguments:
     def plain(self) -> dict[str, Any]:
         """Returns all arguments that are numbers, strings, booleans or None, or lists of these.
 
-        They are saved for `mcore-ckpt convert`: when Megatron-LM loads a converted checkpoint, it compares some saved
-        arguments with its own (`check_checkpoint_args`).
+        These arguments are saved for `mcore-ckpt convert`: when Megatron-LM loads a converted checkpoint, it compares
+        some saved arguments with its own (`check_checkpoint_args`).
         """
         # `configure` takes any object, and an object with `__slots__` has no `__dict__`.
         own = getattr(self._namespace, "__dict__", {})
@@ -68,7 +68,7 @@ class Arguments:
         """Returns our options for a manager that loads, overridden by Megatron's arguments."""
         without_optimizer = self["no_load_optim"] or self["finetune"] or not with_optimizer
         words = tuple(word for word in config.load_contents if word != "optimizer" or not without_optimizer)
-        # `async_save` would make the manager prepare host memory for saves.
+        # `async_save` would make the manager prepare host memory, which a load does not need.
         return replace(config, save_contents=("model",), load_contents=words, async_save=False)
 
     def refuse_unsupported(self) -> None:

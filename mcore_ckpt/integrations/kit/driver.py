@@ -1,4 +1,4 @@
-"""Helps a driver, which is a single process, to commit its own role of a step, and to delete old steps after it."""
+"""Helps a driver, which is a single process, to commit its own role of a step, and then to delete old steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def driver_agreement(role: str, timeout_s: float) -> Agreement:
 
 
 def delete_after_driver(root: Path, role: str, config: CheckpointConfig, step: int) -> None:
-    """Deletes old steps, if the driver's role has made this step complete. What other roles' rules keep stays.
+    """Deletes old steps, if the driver's role has made this step complete. Steps that other roles' rules keep stay.
 
-    The models' processes delete before that, so they do not count this step. Logs errors of the disk, and raises
-    nothing else.
+    The models' processes delete old steps before this step is complete, so they do not count this step. Logs errors of
+    the disk, and raises nothing else.
     """
     policy = PreservationPolicy.of(config)
     if policy.max_to_keep is None and policy.optimizer_for_last is None:

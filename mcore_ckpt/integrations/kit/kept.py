@@ -1,4 +1,4 @@
-"""Keeps one CheckpointManager between saves, and for the whole run the training's place among all commits."""
+"""Keeps one CheckpointManager between saves, and keeps the training's place among all commits for the whole run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class KeptManager:
     """Keeps a CheckpointManager, and makes another one only if its arguments have changed.
 
     A manager has a plan and as much host memory as the training state needs. So the manager is kept between saves, and
-    closed before another manager is made. Frameworks load with one manager, and save with another that may have another
-    root. Nevertheless each save goes on from the last checkpoint that any of these managers has loaded or saved. Every
-    rank calls the same methods.
+    closed before another manager is made. Frameworks load with one manager, and save with another manager, which may
+    have another root. Nevertheless each save goes on from the last checkpoint that any of these managers has loaded or
+    saved. Every rank calls the same methods.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ def published_config(path: str | None, needed: bool) -> Any:
     """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
     If `needed` (the checkpoints also get a HuggingFace model), a config that cannot be read is an error. Otherwise a
-    warning is logged, and None is returned. For example, reading a config may need the model's own Python code.
+    warning is logged, and None is returned. For example, a config cannot be read if reading needs the model's own
+    Python code.
 
     Raises OSError, ValueError: the config is needed, and transformers cannot read it.
     """

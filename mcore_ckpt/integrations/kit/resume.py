@@ -35,8 +35,8 @@ class Theirs:
 
 
 # A function whose arguments are the folder of all checkpoints and the requested step (None: the newest). It returns the
-# checkpoint's iteration, and a function that reads the checkpoint; None if there is no checkpoint. Only rank 0 calls
-# it.
+# checkpoint's iteration, and a function that reads the checkpoint; None if there is no checkpoint. Only rank 0 calls a
+# FindTheirs.
 FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | None"]
 
 
@@ -46,7 +46,8 @@ def find(
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest is
-    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier. If `step` is given, it lists no other step.
+    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier. If `step` is given, `on_nodes` lists no
+    other step.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -54,7 +55,8 @@ def find(
         there never was a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but missing.
+        CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but there is no such
+            step.
         CheckpointCorruptError: the framework's own checkpoint cannot be read.
     """
     named = next((folder for folder in (root, root / role) if (folder / MANIFEST_FILE).exists()), None)
@@ -72,7 +74,7 @@ def find(
         if iteration not in ours and (step is not None or not ours or ours[-1] < iteration):
             found = asdict(read())
             return {"theirs": str(found.pop("folder")), **found}
-    # The manager finds the newest step itself, because it skips damaged ones.
+    # The manager finds the newest step itself, because it also skips damaged steps.
     return {"step": step} if on_nodes or resumable_steps(root, (role,), step) else None
 
 

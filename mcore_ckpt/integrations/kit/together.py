@@ -17,8 +17,8 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
         name: a name for the rendezvous of the ranks.
         topic: what is being decided, for messages.
         question: JSON values, which must be the same on all ranks.
-        answer: returns JSON values. Only rank 0 calls it, on another thread (see `io/disk_watch.py`), without torch's
-            modes, the current GPU and the context variables of this thread.
+        answer: returns JSON values. Only rank 0 calls it, on another thread (see `io/disk_watch.py`). That thread does
+            not have this thread's torch modes, current GPU and context variables.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.
