@@ -45,8 +45,8 @@ def is_state(value: Any) -> bool:
 
 
 def position_of_state(state: Any) -> ShardedPosition:
-    """Returns the position that is in the result of `save_state_rank` (not None)."""
-    # The states of worker processes are checkpoints, and that of the trainer's process is a FlexState.
+    """Returns the position in a state that `save_state_rank` returned. The state must not be None."""
+    # The state of a worker process is a SavableDatasetCheckpoint. The state of the trainer's process is a FlexState.
     has_workers = [type(worker).__name__ for worker in state.worker_states] != ["FlexState"]
     workers = [_plain(worker) for worker in state.worker_states]
     return ShardedPosition.of_energon(workers, state.next_worker_id, state.micro_batch_size, has_workers)

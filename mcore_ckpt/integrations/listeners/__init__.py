@@ -3,7 +3,7 @@
     CheckpointConfig(listeners=[LoggingListener(), PrometheusListener("/var/lib/node_exporter")])
 
 A listener's package is imported when the listener is made, so only the packages that are used must be installed.
-docs/monitoring.md says what each of them writes.
+docs/monitoring.md says what each listener writes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
     )
 
 The functions have the same names, signatures and results as in `megatron/training/checkpointing.py` (core_r0.16 to
-core_r0.19, and main until 2026-08). They read the arguments that were given to `configure` (`args.save`, `args.load`,
+core_r0.19, and main until 2026-08), except that `save_checkpoint` returns a handle. They read the arguments that were
+given to `configure` (`args.save`, `args.load`,
 ...), or Megatron's global arguments if none were given. An argument that cannot be honoured raises an error that names
 the argument.
 """

@@ -30,7 +30,8 @@ def check_rule(rule: str) -> None:
 class LoadedData:
     """The data loader's state of a checkpoint, and the data-parallel sizes of the save and of the load.
 
-    `saved` is None if the checkpoint does not say its size. `rule` is as `other_data_size` of `configure`.
+    `saved` is None if the checkpoint does not say the data-parallel size of the save. `rule` is as `other_data_size` of
+    `configure`.
     """
 
     state: Any = None
@@ -49,7 +50,7 @@ class LoadedData:
             self._check_size()
 
     def kept(self) -> LoadedData:
-        """Returns what is left after the load: nothing, with a warning, if the data loader has to begin anew."""
+        """Returns the state to keep after the load: none, with a warning, if the data loader has to begin anew."""
         if self.rule == _BEGIN_ANEW:
             try:
                 self._check_size()

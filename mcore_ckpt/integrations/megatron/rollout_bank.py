@@ -3,8 +3,8 @@
 The bank is a folder to which rank 0 appends each group of rollouts as soon as the group is complete. The bank records
 the iteration at which each group was used. A load of iteration T drops the groups that were used up to T. A compaction
 removes used groups for good. The bank therefore fits every checkpoint since the bank's last compaction. After a load of
-an older checkpoint, or of one from another folder, Megatron-LM would go on without the rollouts that belong to the
-checkpoint.
+an older checkpoint, or of a checkpoint from another folder, Megatron-LM would go on without the rollouts that belong to
+the checkpoint.
 
 Each checkpoint gets a copy of the bank. A load takes the copy only if the bank does not belong to the checkpoint,
 because a bank that belongs to it also has the groups that were completed after the save.

@@ -1,7 +1,7 @@
 """Saves and loads the LoRA adapters of miles (2026-08), which miles itself writes into a file for each rank.
 
-miles' own files fit only the layout that they were saved under, and `--load` does not find them. Our files load under
-any layout, and a run with adapters resumes from `--load` as any other run does.
+miles' own files fit only the layout that they were saved under, and `--load` does not find them. Our files can be
+loaded under any layout, and a run with adapters resumes from `--load` as any other run does.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ __all__ = ["DataSource", "MilesRolloutInStep"]
 
 
 class MilesRolloutInStep(RolloutInStep):
-    """A mixin that makes a data source of miles save into the steps of the actor. It must be the first base."""
+    """A mixin that makes a data source of miles save into the steps of the actor. The mixin must be the first base."""
 
     package: ClassVar[str] = "miles"
 

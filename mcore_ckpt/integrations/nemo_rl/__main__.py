@@ -21,7 +21,7 @@ def main() -> None:
     choose_worker()
     keep_driver_files()
     sys.argv = sys.argv[1:]
-    # `python SCRIPT` does this, too. The script can then import the modules in its folder.
+    # As `python SCRIPT` does, let the script import the modules in its folder.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -26,8 +26,8 @@ def register(worker: str = WORKER) -> None:
 def choose_worker(worker: str = WORKER) -> None:
     """Gives our workers to every Policy with the Megatron backend.
 
-    NeMo-RL's algorithms make a Policy without naming a class of workers. This changes one method of NeMo-RL in the
-    driver's process.
+    NeMo-RL's algorithms make a Policy without naming a class of workers. So this function changes one method of NeMo-RL
+    in the driver's process.
     """
     from nemo_rl.models.policy.lm_policy import Policy
 

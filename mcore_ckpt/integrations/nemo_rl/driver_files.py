@@ -1,7 +1,7 @@
 """Protects the files that NeMo-RL's driver writes into a step, by a manifest.
 
-The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` with the
-frontier of the collector into `tmp_step_{N}`, next to the weights, and renames the folder at the end
+The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` (the
+frontier of the collector) into `tmp_step_{N}`, next to the weights. At the end it renames the folder
 (`CheckpointManager._rename_checkpoint`). So a killed driver leaves no half step. But NeMo-RL does not make these files
 durable, and does not check them. After a power loss, a renamed step may have empty files. If a file is missing, NeMo-RL
 goes on with an empty buffer, without an error.
@@ -39,9 +39,9 @@ _WORKERS_FOLDERS = ("weights", "optimizer")
 def keep_driver_files(timeout_s: float = TIMEOUT_S) -> None:
     """Lets NeMo-RL's driver write a manifest into each step before the rename, and resume only from a whole step.
 
-    This changes two methods of NeMo-RL's CheckpointManager in the driver's process. They raise HungDiskError once a
-    single call to the disk has lasted `timeout_s` seconds. Otherwise the driver, and with it the whole training, would
-    wait for ever.
+    This function changes two methods of NeMo-RL's CheckpointManager in the driver's process. The changed methods raise
+    HungDiskError once a single call to the disk has lasted `timeout_s` seconds. Otherwise the driver, and with it the
+    whole training, would wait for ever.
 
     Raises ImportError: NeMo-RL is not installed.
     """
@@ -58,7 +58,7 @@ def keep_driver_files(timeout_s: float = TIMEOUT_S) -> None:
         folder = Path(checkpoint_path)
         _seal_if_possible(folder)
         set_aside(step for step in damaged if step.parent == Path(self.checkpoint_dir))
-        with in_function_of_trainer():  # the watch does not know NeMo-RL's modules
+        with in_function_of_trainer():  # NeMo-RL's method may wait for something other than a disk
             rename(self, checkpoint_path)
         sync_dir(folder.parent)
 
@@ -80,8 +80,8 @@ def keep_driver_files(timeout_s: float = TIMEOUT_S) -> None:
 def seal(folder: Path) -> None:
     """Lists the driver's files in a manifest.
 
-    If this function raises OSError or CommitError, the step is not renamed. If it raises UnsupportedError, which names
-    a file that a manifest cannot list, the step is durable and gets its name without a manifest.
+    If this function raises OSError or CommitError, the step is not renamed. If this function raises UnsupportedError,
+    the step is durable and gets its name without a manifest. The error names a file that a manifest cannot list.
     """
     (folder / MANIFEST_FILE).unlink(missing_ok=True)  # from an earlier try of this save
     paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder, 0))
@@ -89,7 +89,8 @@ def seal(folder: Path) -> None:
 
 
 def _seal_if_possible(folder: Path) -> None:
-    # A step that is not renamed is lost: NeMo-RL deletes the folder when it saves this step again.
+    # Rename the step even without a manifest. Otherwise the step is lost: NeMo-RL deletes the folder when it saves this
+    # step again.
     try:
         seal(folder)
     except UnsupportedError as error:
@@ -99,9 +100,9 @@ def _seal_if_possible(folder: Path) -> None:
 def set_aside(steps: Iterable[Path]) -> None:
     """Renames steps that are not whole to `damaged_step_{N}`, where NeMo-RL does not see them. Raises OSError.
 
-    A driver that has gone on from an older step calls this when it saves. Otherwise NeMo-RL would count these steps as
-    the newest, and delete whole steps in their place (`CheckpointManager.remove_old_checkpoints`). NeMo-RL would also
-    fail at a damaged `training_info.json`.
+    A driver that has gone on from an older step calls this function when it saves. Otherwise NeMo-RL would count these
+    steps as the newest, and delete whole steps in their place (`CheckpointManager.remove_old_checkpoints`). NeMo-RL
+    would also fail at a damaged `training_info.json`.
     """
     for step in sorted(steps):
         if step.exists():
@@ -118,13 +119,13 @@ def newest_whole(
 ) -> Path | None:
     """Returns the newest `step_{N}` whose files are whole; None if there is no step at all.
 
-    A step that NeMo-RL has saved without this package has no manifest, and is not checked. Of our weights, only the
-    sizes of the files are checked here, because a load checks the bytes.
+    A step that NeMo-RL has saved without this package has no manifest, and is not checked. For our weights, this
+    function checks only the sizes of the files, because a load checks the bytes.
 
     Args:
         root: NeMo-RL's `checkpoint_dir`.
         is_known: True for a step that has been checked already.
-        skip: a function that is called with each step that is found not to be whole, the newest first.
+        skip: a function that is called with each step that is not whole, the newest first.
 
     Raises CheckpointNotFoundError: there are steps, but none is whole. The message has the reason for each.
     """

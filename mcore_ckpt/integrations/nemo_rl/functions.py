@@ -90,7 +90,8 @@ class BridgeFunctions:
         root, role = _place(weights)
         args = arguments(state.cfg)
         args["save"] = str(root)
-        # The worker may move parameters and optimizer state to the host as soon as this method has returned.
+        # The worker may move parameters and optimizer state to the host as soon as this method has returned, so copy
+        # the state before.
         config = replace(self._config_of(state), async_mode="snapshot")
         self._checkpoints.save(
             _ITERATION,
@@ -159,7 +160,7 @@ class BridgeFunctions:
 
 
 def _place(weights: Path) -> tuple[Path, str]:
-    """Returns the folder of all steps, and the role, of a folder `<root>/step_{N}/{role}/weights`.
+    """Returns the folder of all steps and the role to which a folder `<root>/step_{N}/{role}/weights` belongs.
 
     Raises InvalidArgumentError: the folder has another name.
     """

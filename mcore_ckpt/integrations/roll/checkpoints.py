@@ -78,7 +78,7 @@ def commit_pipeline(
 
 
 def logged_metrics(source: Path, names: Collection[str]) -> dict[str, float]:
-    """Returns the metrics with these names that the driver has logged last, from its files in a folder.
+    """Returns the values of these metrics that the driver has logged last, from the driver's files in a folder.
 
     A metric that is missing, or that is not a finite number, is left out.
     """

@@ -32,7 +32,7 @@ class CheckpointUploader:
     holds the driver's state. `CheckpointStrategy` commits the roles of the clusters.
 
     Args:
-        output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this one adds no
+        output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this uploader adds no
             timestamp to the name.
         args: must be empty.
         kwargs: the other options in `checkpoint_config`.
@@ -50,7 +50,7 @@ class CheckpointUploader:
         """Commits the driver's role of a checkpoint.
 
         Raises:
-            UnsupportedError: the files are not the driver's, but were saved by ROLL's own strategy.
+            UnsupportedError: the files were saved by ROLL's own strategy and not by the driver.
             CommitError: the role could not be written. The checkpoint stays incomplete, and the previous one is kept.
         """
         source = Path(local_state_path) / PIPELINE_ROLE
@@ -74,7 +74,7 @@ class CheckpointUploader:
 
 
 class CheckpointPipeline:
-    """A mixin that corrects how a pipeline of ROLL saves and resumes. It must be the first base.
+    """A mixin that corrects how a pipeline of ROLL saves and resumes. The mixin must be the first base.
 
     ROLL's `BasePipeline` only logs an uploader's errors, deletes the local folders of its workers instead of old
     checkpoints, and never restores the driver's random number generators. With this mixin, `do_checkpoint` raises the

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointStrategy:
-    """A mixin that saves and loads in place of ROLL's `MegatronTrainStrategy` (2026-08). It must be the first base."""
+    """A mixin that saves and loads in place of ROLL's `MegatronTrainStrategy` (2026-08).
+
+    The mixin must be the first base.
+    """
 
     # Attributes of MegatronTrainStrategy.
     worker: Any
@@ -93,7 +96,7 @@ class CheckpointStrategy:
             return {}
 
         def undo_earlier_save() -> None:
-            # This runs after all checks, because a save that is refused must leave the earlier one as it is.
+            # This runs after all checks, because a save that is refused must leave the earlier save as it is.
             uncommit_earlier_save(step_path, role, PIPELINE_ROLE)
 
         manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
@@ -184,7 +187,7 @@ class CheckpointStrategy:
         return published_config(path, needed=self.megatron_train_args.save_hf_model)
 
     def _check_last(self, step_path: Path) -> None:
-        """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role. ROLL only logs that failure."""
+        """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role. ROLL only logs the reason."""
         last = self._saved
         if last is None or last == step_path or not last.exists() or self._options().config.if_failed == "warn":
             return
@@ -204,9 +207,9 @@ def _check_tag(tag: str) -> None:
 class CheckpointWorker:
     """A mixin that gives a worker of ROLL a strategy that saves and loads with this package.
 
-    It must be the first base. A worker makes its strategy in `initialize`, and loads with this strategy in the same
-    method. ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) makes only ROLL's own strategies. So the
-    strategy is replaced as soon as the worker assigns it. If `leaves_loading_to_strategy` is True, the worker never
+    The mixin must be the first base. A worker makes its strategy in `initialize`, and loads with this strategy in the
+    same method. ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) makes only ROLL's own strategies. So
+    the strategy is replaced as soon as the worker assigns it. If `leaves_loading_to_strategy` is True, the worker never
     calls `load_checkpoint`, and the strategy loads when it is initialized.
     """
 

@@ -15,7 +15,7 @@ __all__ = ["install"]
 
 
 def install(args: Any) -> None:
-    """Lets this process save and load with this package. slime calls it on each rank before it makes the model.
+    """Lets this process save and load with this package. slime calls this on each rank, before the model exists.
 
     Args:
         args: slime's arguments. `args.mcore_ckpt`, from the YAML file of `--custom-config-path`, has options of

@@ -1,4 +1,4 @@
-"""Replaces the functions with which slime's actors save and load. miles, a fork, has the same functions.
+"""Replaces the functions with which slime's actors save and load. miles, a fork of slime, has the same functions.
 
 slime has no hook for checkpoints. `slime.backends.megatron_utils` imports Megatron-LM's functions into its modules
 `checkpoint` and `model`, and calls them from there. `--custom-megatron-init-path` names a function that each rank calls
@@ -59,7 +59,7 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
     # The package's `load_checkpoint` calls this function, unless it takes the folder for a HuggingFace folder.
     checkpoint._load_checkpoint_megatron = ours.load_checkpoint
     checkpoint._is_megatron_checkpoint = ours.is_megatron_checkpoint(checkpoint._is_megatron_checkpoint)
-    # `save_model` imports this function from there at each call.
+    # `save_model` imports this function from `async_utils` at each call.
     async_utils.maybe_finalize_async_save = ours.maybe_finalize_async_save
     ours.replace_more(model)
 
@@ -84,7 +84,8 @@ class ActorCheckpoints:
         # The folder where the driver looks for the data position. Keep it, because miles later changes --load for the
         # critic.
         self._data_root = args.load
-        # The step that was loaded from each folder, because --keep-old-actor loads the same folder once more.
+        # The step that was loaded from each folder. --keep-old-actor loads the same folder once more, and must then get
+        # the same step.
         self._resumed: dict[str, int] = {}
 
     def save_checkpoint(
@@ -116,7 +117,7 @@ class ActorCheckpoints:
             return {"num_floating_point_operations_so_far": num_floating_point_operations_so_far, **counters}
 
         def undo_earlier_save() -> None:
-            # This runs after all checks, because a save that is refused must leave the earlier one as it is.
+            # This runs after all checks, because a save that is refused must leave the earlier save as it is.
             if ROLLOUT_ROLE in roles:
                 uncommit_earlier_save(step_dir(root, iteration), training.role, ROLLOUT_ROLE)
 
@@ -186,7 +187,7 @@ class ActorCheckpoints:
     def is_megatron_checkpoint(self, stock: Any) -> Any:
         """Returns a function that says whether a folder is a checkpoint, and not a HuggingFace folder.
 
-        Besides the package's own checkpoints, it knows the folders of our roles and steps.
+        The function knows the package's own checkpoints, and the folders of our roles and steps.
         """
         names = (MANIFEST_FILE, f"*/{MANIFEST_FILE}")
         return lambda path: any(any(Path(path).glob(name)) for name in names) or stock(path)
@@ -207,7 +208,8 @@ class ActorCheckpoints:
             return config
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
-            # Keep two steps, because the driver writes the data position of the newest step after its weights.
+            # Keep two steps. The driver writes the newest step's data position after the step's weights, so a run that
+            # dies in between resumes from the second newest step.
             config = replace(config, max_to_keep=max(2, config.max_to_keep or 1))
         if config.optimizer_for_last is not None and self._args.rollout_global_dataset:
             # Keep two optimizers, because a run resumes from the second newest step if the newest has no data position.

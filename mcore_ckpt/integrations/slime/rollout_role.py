@@ -65,7 +65,7 @@ def has_rollout_role(args: Any) -> bool:
 
 
 class RolloutInStep:
-    """A mixin that makes a data source of slime save into the steps of the actor. It must be the first base.
+    """A mixin that makes a data source of slime save into the steps of the actor. The mixin must be the first base.
 
     Attributes:
         package: the name of the package: slime or a fork.
@@ -184,7 +184,7 @@ class RolloutInStep:
 
     @contextmanager
     def _with_folders(self, **folders: str) -> Iterator[None]:
-        """Lets slime's own method use another folder. Changes only a copy of `args`, because others use `args`, too."""
+        """Lets slime's own method use another folder. Changes a copy of `args`, because other code uses `args`, too."""
         args, self.args = self.args, copy(self.args)
         vars(self.args).update(folders)
         try:

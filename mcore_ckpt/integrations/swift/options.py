@@ -41,7 +41,7 @@ def read_config(args: Any) -> CheckpointConfig:
     refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights next to each checkpoint")
     refuse_skip(config, "--mcore_ckpt", "ms-swift writes args.json and a tracker next to each checkpoint")
     if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
-        # GRPO and GKD free the memory after the step, even if a save still reads it.
+        # GRPO and GKD free the memory after the step, even if a save still reads it. So copy the state at once.
         config = replace(config, async_mode="snapshot")
     return config
 

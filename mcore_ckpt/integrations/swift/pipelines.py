@@ -34,8 +34,8 @@ _BY_TYPE = {
 class OwnArguments:
     """A mixin that adds `--mcore_ckpt` to ms-swift's options: options of CheckpointConfig as JSON.
 
-    It must be the first base. It raises InvalidArgumentError for wrong values of our options before ms-swift does
-    anything.
+    The mixin must be the first base. The constructor raises InvalidArgumentError for wrong values of our options before
+    ms-swift does anything.
     """
 
     mcore_ckpt: str | None = None
@@ -61,7 +61,7 @@ class RLHFArguments(OwnArguments, MegatronRLHFArguments):
 
 
 class CheckpointPipeline:
-    """A mixin that gives our trainers to a Megatron pipeline. It must be the first base."""
+    """A mixin that gives our trainers to a Megatron pipeline. The mixin must be the first base."""
 
     args: Any
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    # ms-swift's own script sets this, too. It must be set before anything can use a GPU.
+    # ms-swift's own script sets this variable, too. The variable must be set before anything can use a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from mcore_ckpt.integrations.swift.pipelines import MegatronSft
 

@@ -39,10 +39,10 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
 class CheckpointTrainer:
-    """A mixin that saves and loads with this package. It must be the first base.
+    """A mixin that saves and loads with this package. The mixin must be the first base.
 
-    ms-swift's own methods still decide when and where to save, and write everything else into `checkpoint-{N}`. While
-    these methods run, only the two functions that they call for Megatron's state are replaced.
+    ms-swift's own methods still decide when and where to save, and write all files except Megatron's state into
+    `checkpoint-{N}`. While these methods run, only the two functions that they call for Megatron's state are replaced.
     """
 
     # Attributes of BaseMegatronTrainer.

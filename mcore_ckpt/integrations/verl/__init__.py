@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DriverRole", "LanguageModelEngine", "McoreCkptConfig", "MegatronCheckpointManager", "ValueModelEngine"]
 
-# Unlike the manager, these classes derive from classes of verl, so verl must be installed.
+# Import these classes on first use. Unlike the manager, they derive from classes of verl, so they need verl.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -29,7 +29,7 @@ def trained_roles(has_critic: bool) -> tuple[str, ...]:
 def declare_driver(config: Any, has_critic: bool) -> tuple[str, ...]:
     """Adds the roles of a step to the options that the workers will get, and returns the roles.
 
-    These are the driver's role, and the roles that the user has named (or else the trained roles).
+    The roles of a step are the driver's role, and the roles that the user has named (or else the trained roles).
 
     Raises InvalidArgumentError: a role that is trained is not saved by this package, so no step would be complete.
     """
@@ -55,7 +55,8 @@ def settings_of_run(config: Any, has_critic: bool) -> CheckpointConfig:
     counts = [trainer.get(f"max_{role}_ckpt_to_keep") for role in trained_roles(has_critic)]
     if trainer.get("remove_previous_ckpt_in_save"):
         counts = [1]
-    # Each worker has noted the rules of its role, so a step that one of them keeps stays nevertheless.
+    # Take the smallest count. Each worker has noted the rules of its role, so a step that another role keeps stays
+    # nevertheless.
     smallest = min((count for each in counts if (count := kept_count(each)) is not None), default=None)
     settings = settings_of(read_options(_options(config, "actor")), smallest)
     why = "the driver's files are only in the shared folder, so a step on the nodes would never be complete"

@@ -1,4 +1,4 @@
-"""A callback of verl's trainer (0.9.1) that commits the files of verl's driver as a role of each step."""
+"""Defines a callback of verl's trainer (0.9.1). The callback commits the driver's files as a role of each step."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ class DriverRole(CheckpointCallback):
     def _await_workers(self, step_path: Path) -> ManifestSummary:
         """Waits until the workers have committed all their roles of a step, and returns the newest of these commits.
 
-        After a rollback, a step is saved again. If the driver committed before the workers, its role would complete the
-        step with the old roles of an earlier start.
+        After a rollback, a step is saved again. If the driver committed before the workers, the driver's role would
+        complete the step with the old roles of an earlier start.
 
         Raises CommitError: the workers have not committed, although the next save has begun or the time for waiting is
         over.

@@ -24,7 +24,7 @@ HAS_VENDORS = "vendor" in signature(EngineRegistry.register).parameters
 
 
 class _WithCheckpoints:
-    """A mixin that makes one of verl's engines save and load with this package. It must be the first base."""
+    """A mixin that makes one of verl's engines save and load with this package. The mixin must be the first base."""
 
     def initialize(self: Any) -> None:
         super().initialize()  # type: ignore[misc]

@@ -6,11 +6,12 @@ from typing import Any
 
 
 class ResumesAtEpochEnd:
-    """A mixin that corrects how verl's SFTTrainer resumes at the end of an epoch. It must be the first base.
+    """A mixin that corrects how verl's SFTTrainer resumes at the end of an epoch. The mixin must be the first base.
 
-    This is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. The data loader's state at the end of an
-    epoch records that all batches have been used. verl's CheckpointHandler loads that state into the loader of the next
-    epoch, which then ends before its first batch. So the run skips an epoch, or ends immediately and reports success.
+    The mixin is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. The data loader's state at the end of
+    an epoch records that all batches have been used. verl's CheckpointHandler loads that state into the loader of the
+    next epoch, which then ends before its first batch. So the run skips an epoch, or ends immediately and reports
+    success.
     """
 
     # Attributes of SFTTrainer.

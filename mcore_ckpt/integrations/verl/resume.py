@@ -1,9 +1,9 @@
 """Checks that the step from which verl resumes is complete, and otherwise corrects the tracker.
 
 verl resumes from the step that its tracker names. But verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`)
-writes the tracker before an async save is committed, so that step can be incomplete. When verl loads the checkpoint, it
-has already read the step's number from the folder name, so no other step can be loaded instead. Therefore only the
-tracker is corrected, and the next run starts from a complete step.
+writes the tracker before an async save is committed, so the step in the tracker can be incomplete. When verl loads the
+checkpoint, it has already read the step's number from the folder name, so no other step can be loaded instead.
+Therefore only the tracker is corrected, and the next run starts from a complete step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the parts of a checkpoint that verl's own manager keeps outside of its `torch_dist` shards.
 
 - HuggingFace weights, which verl writes by default.
-- The adapters of verl 0.7: a file per rank. 0.8 and newer have adapters in `torch_dist` shards.
+- The adapters of verl 0.7: a file per rank. verl 0.8 and newer have adapters in `torch_dist` shards.
 - The value head of a critic. mbridge saves verl's critics. It calls the head `lm_head.weight`, with one row, and writes
   the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for such a head is `score.weight`.
 """
