@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def expanded_path(text: str) -> Path:
-    """Returns a path in which the home folder replaces a leading `~`, which a shell leaves as it is in `--dir=~/x`.
+    """Returns a path, with the home folder in place of a leading `~`.
+
+    A shell leaves the `~` in `--dir=~/x` as it is.
 
     Raises ArgumentTypeError for a URL.
     """
@@ -96,7 +98,7 @@ _ANY_FOLDER = frozenset(
 )
 _HF = frozenset({"huggingface", "adapter", "empty", "other"})
 # The kinds of paths (`tools.examine.what_is`) that each command takes. All commands take empty and unknown folders
-# here, because their own messages then say what is missing.
+# here, because the commands' own messages then say what is missing.
 TAKES: Mapping[str, frozenset[str]] = {
     "list": _STEPS,
     "watch": _STEPS,
@@ -120,16 +122,16 @@ TAKES: Mapping[str, frozenset[str]] = {
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
 }
-# If one of these commands gets a path within a folder of steps, it takes the folder of steps. Other commands do not,
-# because they would do more with the folder of steps than the user wants.
+# If one of these commands gets a path within a folder of steps, the command takes the folder of steps. Other commands
+# do not take that folder instead, because they would do more with it than the user wants.
 _TAKES_ABOVE = ("list", "watch")
 
 
 def taken(path: Path, command: str, flag: str = "") -> Path:
     """Returns the path that a command is to use: the given path, or the only folder of steps right below or above it.
 
-    If it returns another path than the given one, a line on stderr says so. `command` is a key of TAKES. `flag` is the
-    option that named the path, for messages; empty if the path was given by position.
+    If the result is not the given path, a line on stderr says so. `command` is a key of TAKES. `flag` is the option
+    that named the path, for messages; empty if the path was given by position.
 
     Raises:
         InvalidArgumentError: the command does not take such a path. The message says what the path is, and which
@@ -184,7 +186,7 @@ def check_can_be_folder(flag: str, path: Path) -> None:
 
 
 def check_is_folder_or_model(name: str, flag: str, command: str) -> None:
-    """Raises InvalidArgumentError unless a command (of TAKES) takes the folder, or a hub model can have this name."""
+    """Raises InvalidArgumentError unless `name` is a folder that `command` takes, or can name a model on the hub."""
     from mcore_ckpt.formats import HubModel
 
     if Path(name).exists():
@@ -211,7 +213,7 @@ def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) ->
 
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
-    """Adds `--ignore`. Its help calls the left-out tensors `tensors`. `check_patterns` checks its values."""
+    """Adds `--ignore`, whose help calls the left-out tensors `tensors`. `check_patterns` checks the option's values."""
     text = f"leave out {tensors} whose whole name matches; may be repeated"
     parser.add_argument("--ignore", action="append", default=[], metavar="REGEX", help=text)
 
@@ -223,7 +225,7 @@ def add_step(parser: argparse._ActionsContainer, when: str = "") -> None:
 
 
 def add_force(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds `--force`. Its help says that it replaces `what`, and what it never replaces."""
+    """Adds `--force`. Its help says that the option replaces `what`, and what the option never replaces."""
     parser.add_argument(
         "--force",
         action="store_true",
@@ -235,7 +237,7 @@ def add_force(parser: argparse.ArgumentParser, what: str) -> None:
 def add_json(
     parser: argparse.ArgumentParser, what: str = "print the result as one JSON object, and nothing else"
 ) -> None:
-    """Adds `--json`, with a help text that says what it does."""
+    """Adds `--json`, with the help text `what`."""
     parser.add_argument("--json", action="store_true", help=what)
 
 
@@ -261,8 +263,8 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 def command_agreement(name: str, timeout_s: float, start_s: float | None = None) -> Iterator[Agreement]:
     """Yields the agreement of the processes that torchrun has started, or of a single process.
 
-    A process waits at most `timeout_s` seconds for others that work, and at most `start_s` seconds (START_TIMEOUT_S if
-    None) until the others have started.
+    A process waits at most `timeout_s` seconds for other processes that work, and at most `start_s` seconds
+    (START_TIMEOUT_S if None) until the others have started.
 
     Raises InvalidArgumentError if torchrun's variables are incomplete (some job schedulers set only a few of them), and
     AgreementError if a process does not start.

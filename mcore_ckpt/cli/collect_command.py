@@ -1,4 +1,4 @@
-"""`mcore-ckpt collect`: puts the folders of several nodes of the fast tier together into an ordinary checkpoint."""
+"""`mcore-ckpt collect`: makes an ordinary checkpoint from the fast tier's folders of several nodes."""
 
 from __future__ import annotations
 

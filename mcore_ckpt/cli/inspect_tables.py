@@ -1,4 +1,4 @@
-"""Shows what a checkpoint holds as tables, for `mcore-ckpt inspect` on a terminal."""
+"""Shows the contents of a checkpoint as tables, for `mcore-ckpt inspect` on a terminal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def metric_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns one pair with all metrics, including those that were set after the save; no pair if there are none."""
+    """Returns one pair with all metrics, including metrics that were set after the save; no pair without metrics."""
     from mcore_ckpt.steps import metrics_of
 
     found = [f"{name} {value:g}" for name, value in sorted(metrics_of(role_dir, manifest).items())]
@@ -99,7 +99,7 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def node_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns the nodes that have the files of a checkpoint of the fast tier, as pairs of a topic and a fact."""
+    """Returns which nodes have the files of a fast tier's checkpoint, as pairs of a topic and a fact."""
     from mcore_ckpt.steps import files_of_node
 
     held = files_of_node(role_dir, manifest)

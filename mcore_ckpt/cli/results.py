@@ -30,7 +30,7 @@ def is_terminal() -> bool:
 def result_console(markup: bool = False) -> Console:
     """Returns the console for a command's result. Square brackets are plain text unless `markup`.
 
-    In a pipe or a log it folds no line, so that programs can read the lines.
+    In a pipe or a log the console folds no line, so that programs can read the lines.
     """
     return _ResultConsole(highlight=False, markup=markup, soft_wrap=not is_terminal())
 

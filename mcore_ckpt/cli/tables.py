@@ -20,7 +20,8 @@ def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[
     """Returns a table, or, if the terminal is too narrow for it, a few lines for each row.
 
     No word is cut: a cell that does not fit continues in the next line. Columns whose headings end in ">" are aligned
-    to the right. If a row is shown as lines, its first cell is their title. Square brackets in cells are plain text.
+    to the right. If a row is shown as lines, its first cell is the title of the lines. Square brackets in cells are
+    plain text.
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     names = [heading.removesuffix(">") for heading in headings]

@@ -49,7 +49,7 @@ def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for `torch.Tensor.type`, which gives the type's name as if the tensor were on CUDA.
+    """Returns a replacement for `torch.Tensor.type` that names the type as if the tensor were on CUDA.
 
     Both mixed-precision optimizers sort parameters by type names such as "torch.cuda.BFloat16Tensor", and refuse names
     that they do not know (Float16OptimizerWithFloat16Params.__init__,
@@ -114,8 +114,8 @@ def _is_not_fork_warning(record: logging.LogRecord) -> bool:
 
 def _map_devices() -> None:
     # On its first use, `with torch.device(...)` collects torch's functions that it changes (torch 2.13,
-    # `_device_constructors`). Run such a block once before the functions are replaced; otherwise it would collect the
-    # replacements, and change nothing. transformers loads models in such a block.
+    # `_device_constructors`). Run such a block once before the functions are replaced. Otherwise the first block would
+    # collect the replacements, and change nothing. transformers loads models in such a block.
     with torch.device("cpu"):
         torch.empty(0)
     for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
@@ -154,7 +154,8 @@ def _map_megatron() -> None:
     # The CPU's generator also stands in for CUDA's. So CudaRNGStatesTracker.fork() always sees the CPU's generator
     # change, and warns.
     logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
-    # RouterGatingLinearFunction only checks whether `te_general_gemm` is None. It may be a kernel for GPUs, or missing.
+    # `te_general_gemm` may be a kernel for GPUs, or missing. Set it to None, so that RouterGatingLinearFunction does
+    # not call it.
     moe_utils.te_general_gemm = None
 
 

@@ -27,7 +27,7 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 if TYPE_CHECKING:
     from mcore_ckpt.cli.demo.huggingface import Generated
 
-RANKS = 4  # equals training.RANKS, which is not imported because that would load Megatron into the parent
+RANKS = 4  # equals training.RANKS, which is not imported because the import would load Megatron into the parent
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
 LOSS_TOLERANCE = 1e-4
@@ -118,7 +118,7 @@ class Outcome:
 
 
 class Report:
-    """Receives the progress of the trainings. This class shows nothing; `--json` uses this class itself."""
+    """Receives the progress of the trainings. This class shows nothing, so `--json` uses it."""
 
     def update(self, training: Training) -> None:
         """Called when a training has reported something."""
@@ -201,7 +201,7 @@ def perform(plan: Plan, report: Report) -> Outcome:
 
 
 def newest_checkpoint(plan: Plan) -> Path:
-    """Returns the folder of the step that the tracker names. Raises DemoError if it names none."""
+    """Returns the folder of the step that the tracker names. Raises DemoError if the tracker names no step."""
     step = parse_tracker((plan.checkpoints / TRACKER_FILE).read_text())
     if step is None:
         raise DemoError(f"{plan.checkpoints / TRACKER_FILE} does not name a step")
@@ -316,7 +316,8 @@ def excerpt(log: Path) -> str:
     else:
         launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]
         lines = lines[: launcher[0]] if launcher and launcher[0] > 0 else lines
-        # Before torch.distributed is set up, lines do not name their rank, and all ranks write the same.
+        # Before torch.distributed is set up, lines do not name their rank. All ranks write the same traceback, so show
+        # only the last.
         tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
         lines = lines[tracebacks[-1] :] if tracebacks else lines
     return "\n".join([*lines[-LOG_LINES_SHOWN:], f"(the whole log: {log})"])

@@ -13,7 +13,7 @@ SEQUENCE_LENGTH = 128
 MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 256  # one token per byte
 
-# Stop reading files after this many bytes, because each rank loads the whole text. A demo needs fewer bytes.
+# Stop reading files after this many bytes. The demo does not need more, and each rank loads the whole text.
 _LIMIT = 2 << 20
 _HELD_OUT_BATCHES = 8
 

@@ -152,7 +152,7 @@ def run_microbatches(
 
     Args:
         model: the chunks of this rank.
-        batches: an iterator of micro-batches, or one iterator for each chunk if there are several.
+        batches: an iterator of micro-batches, or one iterator for each chunk if there are several chunks.
 
     Returns:
         On the last pipeline stage the mean loss of each micro-batch, a float scalar on the model's device. On other
