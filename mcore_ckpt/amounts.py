@@ -29,7 +29,7 @@ def rate_text(size: float, seconds: float) -> str:
 
 
 def moved_text(size: float, seconds: float) -> str:
-    """Says how much was read or written in what time.
+    """Formats how much was read or written, in what time, and at what speed.
 
     >>> moved_text(68_400_000, 2)
     '68.4 MB in 2.0 s (34.2 MB/s)'
@@ -38,7 +38,7 @@ def moved_text(size: float, seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Formats a duration, in whole units and no more than two of them.
+    """Formats a duration in whole units, and in no more than two units.
 
     >>> duration_text(7.4), duration_text(200), duration_text(90_000)
     ('7 s', '3 min 20 s', '25 h')
@@ -53,7 +53,7 @@ def duration_text(seconds: float) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """Formats how long ago something was; returns an empty text if that is not known.
+    """Formats how long ago something was; returns an empty text for None.
 
     >>> age_text(3), age_text(200), age_text(90_000)
     ('3 s ago', '3 min ago', '1 d ago')

@@ -20,10 +20,10 @@ from mcore_ckpt.urls import checked_url, local_path
 TIMEOUT_S = 600.0
 # How long the processes of a command wait until all of them have started, in seconds.
 START_TIMEOUT_S = 300.0
-# How long a rank of `mcore-ckpt merge` waits for another rank, which may have to write one more file to a slow disk, in
-# seconds. The time can be long, because torchrun notices ranks that die.
+# How long, in seconds, a rank of `mcore-ckpt merge` waits for another rank, which may have to write one more file to a
+# slow disk. The time can be long, because torchrun notices ranks that die.
 MERGE_TIMEOUT_S = 1800.0
-# How long a rank of `mcore-ckpt convert` waits for another rank, which writes its whole part of the model, in seconds.
+# How long, in seconds, a rank of `mcore-ckpt convert` waits for another rank, which writes its whole part of the model.
 CONVERT_TIMEOUT_S = 6 * 3600.0
 # How long ranks wait until one rank of each node has downloaded a model from the HuggingFace hub, in seconds.
 DOWNLOAD_TIMEOUT_S = 6 * 3600.0
@@ -37,7 +37,8 @@ class FastTier:
     """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
 
     With a fast tier, `save` writes to the node's own folder, which is in memory or on a local disk. Every
-    `durable_every`-th step is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
+    `durable_every`-th step is copied to the root while the training goes on. docs/fast_tier.md says when to use which
+    options.
 
     Attributes:
         folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. A
@@ -46,8 +47,8 @@ class FastTier:
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
             step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to it.
         keep: how many steps each node keeps.
-        durable_every: how often a saved step is also saved to the root: 10 means every tenth. None: no step is saved to
-            the root. Then all checkpoints are in the nodes' folders, and no shared file system is needed.
+        durable_every: how often a saved step is also saved to the root: 10 means every tenth saved step. None: no step
+            is saved to the root. Then all checkpoints are in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: a function that returns, on each node, the name of this node's failure domain, such as its rack. Copies
             go to nodes of other domains. None: each node is its own domain.
@@ -168,8 +169,8 @@ class CheckpointConfig:
             not, the store keeps all checkpoints.
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
-        parts: the parts that every step must have (`CheckpointManager.attach`). A save without one of them fails.
-            Empty: each step has the parts that are attached when the step is saved.
+        parts: the parts that every step must have (`CheckpointManager.attach`). A save that lacks one of these parts
+            fails. Empty: each step has the parts that are attached when the step is saved.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
             manager's role.
         vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. `vocab_size` is
@@ -193,8 +194,8 @@ class CheckpointConfig:
             True: new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: if the
             root exists already, new folders and files are as open as the root. A new root and the fast tier are treated
             as with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
-        strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
-            older one.
+        strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, `load` loads the next
+            older checkpoint.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
             or objects of `mcore_ckpt.integrations.listeners`. The listeners run on their own thread, and nothing that
             they do affects a save. Each rank calls its own listeners, so ranks may have different listeners, or none.

@@ -227,7 +227,7 @@ _all: WeakSet[Delivery] = WeakSet()
 
 
 # Runs after the exit handlers that finish saves and uploads, because these still post events. Exit handlers run in
-# reverse order of their registration, and the modules of saves and uploads are imported after this one.
+# reverse order of their registration, and the modules of saves and uploads are imported after this module.
 @atexit.register
 def _drain_all() -> None:
     until = time.monotonic() + DRAIN_WAIT_S

@@ -122,7 +122,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, CheckpointError)
 }
 
-# An OSError with one of these numbers comes again until somebody changes the folder.
+# An OSError with one of these numbers is raised again at each try, until somebody changes the folder.
 _STAYS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 

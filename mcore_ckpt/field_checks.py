@@ -1,4 +1,4 @@
-"""Checks the fields of frozen dataclasses against their types, and makes such a dataclass of a plain mapping.
+"""Checks the fields of frozen dataclasses against the fields' types, and reads such fields from a plain mapping.
 
 A configuration comes from code, from YAML or from the environment. In YAML and in the environment, `false` and
 `"false"` look alike, but the text counts as true. So a value of another type than the field's is refused, with a
@@ -130,12 +130,12 @@ def _is_in_range(value: Any, kind: type, limits: Mapping[str, Any]) -> bool:
 
 
 def _is_finite(value: Any, kind: type) -> bool:
-    # math.isfinite() raises OverflowError for a whole number that no float holds.
+    # Compare instead of calling math.isfinite(), which raises OverflowError for a whole number that no float holds.
     return abs(value) <= sys.float_info.max if kind is float else abs(value) < math.inf
 
 
 def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
-    """Returns the right spelling, if there is one."""
+    """Says what to write instead: the right spelling of the value, if there is one, or else the allowed values."""
     meant = _meant(value, kind, optional) if isinstance(value, str) else _of_python(value)
     if kind is int and isinstance(meant, float) and meant.is_integer():
         meant = int(meant)
@@ -192,7 +192,7 @@ def _hints(cls: Hashable) -> Mapping[str, Any]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Returns a mapping as a dict and a sequence as a list, at any depth. OmegaConf's containers count as such, too.
+    """Returns a mapping as a dict and a sequence as a list, at any depth. This includes OmegaConf's containers.
 
     Raises InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to a value that does not exist.
     """
@@ -220,7 +220,7 @@ def options_of(
         given: the mapping: a dict or OmegaConf's DictConfig.
         known: the names of all options.
         where: the name of the mapping, for messages.
-        read: reads the options that are not plain values, by name.
+        read: for each option that is not a plain value, a function that reads the value; by the option's name.
 
     Raises InvalidArgumentError: `given` is not a mapping, an option is unknown, or a value cannot be read.
     """

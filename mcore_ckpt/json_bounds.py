@@ -1,7 +1,7 @@
 """Refuses JSON that is small as text and large as Python objects, before a parser makes objects of it.
 
 An empty list takes three bytes of text and 64 bytes of memory. So the characters that begin or end a value are counted
-first, at the speed of memory. Honest text has few of them, because a tensor's name, a path or a hash is long.
+first, at the speed of memory. Honest text has few such characters, because a tensor's name, a path or a hash is long.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LARGE_BYTES = 4 << 20
 _COSTS = (64, 180, 130, 72, 40)
 # The deepest nesting that is allowed. Our own JSON is nested at most 6 deep, and so are configurations of models.
 MOST_DEPTH = 100
-# Strings are told apart from the rest of a text in pieces of this size, in bytes.
+# A text is searched for strings in pieces of this size, in bytes.
 _PIECE = 16 << 10
-# The longest string whose characters may take several bytes of memory each.
+# The size of the longest string whose characters may take several bytes of memory each, in bytes.
 _LONG_STRING = 256 << 10
 
 _STRING = re.compile(rb'"[^"]*"')
@@ -39,7 +39,7 @@ class TooDenseError(ValueError):
 
 @dataclass(frozen=True)
 class Density:
-    """How many bytes of text there are at least for each value of a kind, on average.
+    """The least number of bytes of text for each value of a kind, on average.
 
     A `string` is a string that is not the name of a member. A `value` is a value that follows another value, or is in a
     list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text, such as a
@@ -75,8 +75,8 @@ def check(data: bytes, density: Density = USUAL) -> None:
     """Raises TooDenseError if a parser would take too much memory for a text."""
     if len(data) <= SMALL_BYTES:
         return
-    # Characters inside of strings look like those outside. So a text that this count refuses is counted again without
-    # its strings.
+    # Characters inside of strings look like characters outside. So a text that this count refuses is counted again
+    # without its strings.
     if not _fits(_counts(data), len(data), density):
         counts = [0] * 5
         for piece in without_strings(data):
@@ -140,7 +140,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
 
 
 def _text(data: bytes) -> str:
-    """Decodes a text so that it takes at most 2.5 bytes of memory for each of its bytes. Raises UnicodeDecodeError."""
+    """Decodes a text into at most 2.5 bytes of memory for each byte of the text. Raises UnicodeDecodeError."""
     is_plain = data.isascii() and b"\\u" not in data
     if is_plain or len(data) <= SMALL_BYTES:
         return data.decode()
@@ -163,7 +163,8 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         stop = start + _PIECE
         while stop < len(data) and data[stop] & 0xC0 == 0x80:
             stop -= 1
-        # No character has more than four bytes.
+        # No character has more than four bytes. If no character ends here, the text is not UTF-8, and may be cut
+        # anywhere.
         stop = stop if stop > start + _PIECE - 4 else start + _PIECE
         yield data[start:stop]
         start = stop

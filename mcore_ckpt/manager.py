@@ -224,8 +224,8 @@ class CheckpointManager:
                 `mcore_ckpt.set_metrics` adds metrics that are known only later.
             prepared: a function that rank 0 calls once the save to the root is sure to begin: the trainer lock is held,
                 and the files fit. Nothing has been written yet. The save does not return before the function does, not
-                even with `async_save`. If the function raises, all ranks raise. It may run on another thread. With a
-                fast tier, rank 0 calls it before the step is copied to the root.
+                even with `async_save`. If the function raises, all ranks raise. The function may run on another thread.
+                With a fast tier, rank 0 calls the function before the step is copied to the root.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, the
@@ -372,7 +372,7 @@ class CheckpointManager:
 
     @property
     def history(self) -> RunHistory:
-        """The checkpoint that the training goes on from. Another one can go on from it once this manager is closed."""
+        """The checkpoint that training goes on from. Another manager can go on from it once this manager is closed."""
         return self._context.history
 
     @property

@@ -3,7 +3,7 @@
 A child (a data loader's worker, or a process made by `multiprocessing` or `os.fork`) has a copy of every object, but
 none of the threads. A lock that a thread held at the fork is held for ever in the child. Sockets, locks on files and
 keys in the job's store still belong to the parent. So the child must not use these objects, not even at its end, when
-it runs our exit handlers. For this, the lists of unfinished work are empty in the child, locks are new, and the
+it runs our exit handlers. Therefore the lists of unfinished work are empty in the child, locks are new, and the
 parent's objects refuse to be used.
 """
 
@@ -48,7 +48,7 @@ class OwnEvent(threading.Event):
         self._home, self._what = Home(), what
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits as `threading.Event` does. Raises InvalidStateError in a forked child, where nobody would set it."""
+        """Waits as `threading.Event` does. Raises InvalidStateError in a forked child, where nobody sets the event."""
         if self.is_set():  # `is_set` does not take the event's lock, which may have been held at a fork
             return True
         self._home.check(self._what)
@@ -63,7 +63,7 @@ Kept = TypeVar("Kept", bound=_Clearable)
 
 
 def emptied_in_child(kept: Kept) -> Kept:
-    """Returns a collection for objects with threads or locks in this process. In a forked child it is empty.
+    """Empties `kept`, a collection of objects with threads or locks, in each forked child. Returns `kept`.
 
     So exit handlers, which also run in a child, wait there only for objects that the child has made.
     """

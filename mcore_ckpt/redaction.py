@@ -1,7 +1,8 @@
 """Removes secrets from text that leaves the package: messages, log lines, events, reports, files.
 
 `redacted` is the only place that knows what a secret looks like. It is not always certain where a secret ends, because
-people also write passwords with `/`, `?` or `@` into URLs. In such a case rather too much is removed than too little.
+people also write passwords with `/`, `?` or `@` into URLs. When in doubt, `redacted` removes too much rather than too
+little.
 
 Error messages pass through `redacted` in `CheckpointError.__init__`. Records for other ranks pass through it in
 `errors.to_record`, and records for listeners in `ErrorText`. `redacted` also cleans tracebacks in logs, the config's
@@ -30,7 +31,7 @@ _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
 # Characters that follow a URL in a sentence.
 _PUNCTUATION = re.compile(r"(?<![).,;:?!\]}])[).,;:?!\]}]+$")
 _QUERY = re.compile(r"\?|#|%(?:25)*3F", re.IGNORECASE)
-# Text after a `#` that has neither of these is not a query, but part of a path.
+# Text after a `#` is a query only if it has a `?` or a `=`. Otherwise it is part of a path.
 _FILLED = re.compile(rf"\?|{_IS}", re.IGNORECASE)
 _PARAMETER = re.compile(rf"(?:;|%(?:25)*3B)[\w.-]+{_IS}[^/?#;]*", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(?:[^/?#\\]|\\(?!/))*")
@@ -82,8 +83,8 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _RELATIVE_QUERY = re.compile(rf"\?(?=[\w.%-]+{_IS})[^\s'\"<>`]*")
-# A user and a password in front of a host, without a scheme. After a `/` or a port, the text after the next `/` is a
-# path.
+# A user and a password in front of a host, without a scheme. The password may have a `/`. But if the user follows a
+# `/`, or the password begins like a port, a `/` begins a path.
 _USER_AND_PASSWORD = re.compile(
     rf"(?:(?<![^\s'\"=(,\[/])[^\s:/@'\"=(,]{{1,64}}:[^\s/'\"]{{1,256}}"
     rf"|(?<![^\s'\"=(,\[])[^\s:/@'\"=(,]{{1,64}}:(?![/:]|\d{{2,5}}/)(?:(?!:/)[^\s'\"]){{1,256}}){_AT}(?=[\w\[])"
@@ -112,7 +113,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def redacted_url(url: str) -> str:
-    """Returns a text that should be one URL without user, password and query, whatever characters are in it.
+    """Removes user, password and query from a text that should be one URL, whatever characters the text has.
 
     Example:
         >>> redacted_url("s3:/key:it's secret@bucket/run")
@@ -184,7 +185,7 @@ def _without_user(rest: str, scheme: str = "") -> str:
 def _user_of(rest: str, scheme: str) -> str:
     """Returns the user, the password and the `@` at the beginning of `rest`, which is a URL without its scheme.
 
-    If the text was cut before the `@`, it returns all of `rest`. If there is no user, it returns an empty text.
+    Returns all of `rest` if the text was cut before the `@`, and an empty text if there is no user.
     """
     authority = _AUTHORITY.match(rest)
     assert authority is not None, "the expression matches an empty text"
