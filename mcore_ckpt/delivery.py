@@ -6,7 +6,7 @@
 - A listener is slow: events wait. If too many events wait, new events are dropped, and a warning says how many.
 - A listener never returns: `drain` gives up after `DRAIN_WAIT_S`, and from then on does not wait for that call again.
   The thread is a daemon, so an exiting interpreter does not wait for it.
-- The system grants no thread: events wait until a later call gets one.
+- The system grants no thread: events wait until a later call gets a thread.
 - The process forks: the child begins with an empty queue and no thread, because the parent delivers the events that
   wait.
 

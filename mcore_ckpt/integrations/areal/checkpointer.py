@@ -139,7 +139,7 @@ class Checkpointer:
 
         Raises:
             UnsupportedError: there is no table for this architecture. Nothing was exported.
-            CheckpointError: this export or the previous one failed.
+            CheckpointError: this export or the previous export failed.
         """
         enable_loggers()
         self._end_export()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Evaluator(areal.Evaluator):
     """An Evaluator with AReaL's configuration and methods.
 
-    Every rank makes one. The constructor waits for the other ranks.
+    Every rank makes an Evaluator. The constructor waits for the other ranks.
     """
 
     def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:

@@ -38,7 +38,7 @@ _OFF = ("off", "disabled")
 class RecoverHandler(areal.RecoverHandler):
     """Saves the weights of all engines and recover_info as one step. Loads only complete steps.
 
-    It has the configuration and the methods of AReaL's RecoverHandler.
+    This class has the configuration and the methods of AReaL's RecoverHandler.
 
     Args:
         config: AReaL's configuration. After a restart, the frequencies in this configuration apply, not the saved ones.

@@ -89,7 +89,7 @@ def _tell_loggers(state: Any, save: AnnouncedSave) -> None:
         return  # Bridge has its loggers on the last rank
     where = (str(save.folder), root, save.step)
     wandb_utils.on_save_checkpoint_success(*where, wandb_writer=state.wandb_logger)
-    if getattr(cfg.logger, "mlflow_log_artifacts", True):  # 0.4 has no such option
+    if getattr(cfg.logger, "mlflow_log_artifacts", True):  # Bridge 0.4 has no such option
         mlflow_utils.on_save_checkpoint_success(*where, mlflow_logger=state.mlflow_logger)
     comet_utils.on_save_checkpoint_success(*where, comet_logger=state.comet_logger)
 

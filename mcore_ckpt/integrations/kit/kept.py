@@ -25,9 +25,9 @@ class KeptManager:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
         self._parts: dict[str, Mapping[str, Any]] = {}
-        # The history of each root, the most recently used root last. Calls with an optimizer and calls without one have
-        # separate histories, because slime loads reference models into the model that it trains, but without the
-        # optimizer.
+        # The history of each root, the most recently used root last. Calls with an optimizer and calls without an
+        # optimizer have separate histories, because slime loads reference models into the model that it trains, but
+        # without the optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
     def attach(self, name: str, **how: Any) -> None:

@@ -51,7 +51,8 @@ class CheckpointUploader:
 
         Raises:
             UnsupportedError: the files were saved by ROLL's own strategy and not by the driver.
-            CommitError: the role could not be written. The checkpoint stays incomplete, and the previous one is kept.
+            CommitError: the role could not be written. The checkpoint stays incomplete, and the previous checkpoint is
+                kept.
         """
         source = Path(local_state_path) / PIPELINE_ROLE
         if not source.is_dir():
