@@ -2,7 +2,7 @@
 
     trainer's thread   BackgroundSaves.launch   returns immediately; `SaveHandle.wait` waits for the save's end
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
-    deletion's thread  Following.delete         deletes old steps; a new save need not wait for this
+    deletion's thread  Following.delete         deletes old steps; a new save need not wait for the deletion
 
 A thread of `steps/space_watch.py` checks whether the next save will fit. Nothing waits for this thread.
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # How many recent saves are remembered. The next save is expected to take no longer than the slowest recent save.
 _REMEMBERED = 5
-# After this many seconds, a wait for a copy to the root looks whether the machine is about to go.
+# A wait for a copy to the root looks at this interval, in seconds, whether the machine is about to be taken away.
 _LOOK_S = 0.2
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
@@ -76,11 +76,11 @@ class SaveHandle(Handle[SaveReport]):
 
     Attributes:
         step: the step.
-        skipped: why the save was skipped: an earlier save was under way, and `if_busy` is "skip". None for saves that
-            were not skipped. All ranks skip the same saves. For a skipped save, `committed` is False, and `wait`
+        skipped: why the save was skipped; None if it was not skipped. A save is skipped if an earlier save is under way
+            and `if_busy` is "skip". All ranks skip the same saves. For a skipped save, `committed` is False, and `wait`
             returns a report of 0 bytes.
-        has_begun: False if nothing was saved because the save was skipped, or, with `if_failed="warn"`, refused
-            (`NoRoomError`, `HungDiskError`). The value is the same on all ranks.
+        has_begun: False if the save was skipped or, with `if_failed="warn"`, refused (`NoRoomError`, `HungDiskError`).
+            Then nothing was saved. The value is the same on all ranks.
 
     Example:
         >>> handle = manager.save(100)  # doctest: +SKIP
@@ -175,7 +175,7 @@ class SaveHandle(Handle[SaveReport]):
         assert self._finish is not None
         try:
             report, following = self._finish(stall_s)
-            # Drop `delete`, which keeps the trainer's model alive, because a trainer may keep this handle for long.
+            # Drop `delete`: a trainer may keep this handle for long, and `delete` keeps the trainer's model alive.
             self._following, self._result = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
@@ -208,7 +208,7 @@ class BackgroundSaves:
 
     Attributes:
         newest_of_step: the last save that has begun and whose checkpoint is part of a step; None if there is none.
-        awaits_drains: whether a save that is finished before `finish` returns waits for its copy to the root, too.
+        awaits_drains: whether `finish` also waits for the copy to the root, if the saves are not async.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
@@ -262,7 +262,10 @@ class BackgroundSaves:
         return handle
 
     def _await_drain(self, drain: DrainHandle) -> None:
-        """Waits for a copy to the root, but not longer than this rank's machine stays, which may turn out meanwhile."""
+        """Waits for a copy to the root, at most until this rank's machine is taken away.
+
+        The time when the machine is taken away may become known during the wait.
+        """
         began = time.monotonic()
         while (left_s := self._commits.shortened(math.inf, began)) > 0:
             with suppress(TimeoutError):
@@ -294,7 +297,7 @@ class BackgroundSaves:
     def wait_for_deletion_of(self, step: int) -> None:
         """Waits until old steps are deleted, if `step` is one of them.
 
-        Otherwise a deletion of `step` would also delete the staging folder of the new save of `step`.
+        Without this wait, a deletion of `step` would also delete the staging folder of the new save of `step`.
         """
         if any(step in following.deletes for following in list(self._deleting)):
             self.wait_for_deletions()

@@ -23,7 +23,7 @@ from mcore_ckpt.state.main_weights import Fragment
 
 
 class FileTensors(NamedTuple):
-    """The tensors to save to one file, in the order of its request, and the address of each one's first element.
+    """The tensors to save to one file, in the order of its request, and the address of each tensor's first element.
 
     The tensors may have any strides; `in_rows` says whether all are contiguous. The tensors are in host memory or on a
     GPU. Tensors on the device `meta` stand for weights that `WeightCopies` copies.
@@ -182,7 +182,7 @@ def _ready(
         copies: for each copy from the GPU to this file: (the number of the copy, counted from 1 over all files; its
             offset in the file).
         events: for each event: (how many copies are done once it has happened, the event). The numbers ascend.
-        weights: the event after the copies of weights, which came before all of these copies.
+        weights: the event after the copies of weights. All copies of weights came before the copies in `copies`.
     """
     if not copies and weights is not None:
         return [(plan.stop, weights)]

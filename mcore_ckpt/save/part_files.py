@@ -1,11 +1,11 @@
-"""Writes the parts of the step that one rank saves, as files of the checkpoint.
+"""Writes one rank's parts of a step as files of the checkpoint.
 
     trainer's thread    capture      calls the functions of the parts
     second thread       start        copies, syncs and hashes the files, while the save's thread writes the tensors
     save's thread       finish       waits for these files
 
-A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If the
-part's function returns another function, the second thread runs the returned function.
+A part's function runs on the trainer's thread, because the function reads what the training changes, and may use the
+GPU. If the part's function returns another function, the second thread runs the returned function.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
 
-# For each part, the size in bytes of each file that took disk space in the last save, by path. Links take none.
+# The size in bytes of each file that took disk space in the last save, by part and then by path. Links take no space.
 PartSizes = MutableMapping[str, dict[str, int]]
 
 
@@ -56,7 +56,7 @@ class PartFiles:
         trainer: has the parts.
         runner: runs work under the watch of the disk.
         sizes: see `PartSizes`. `committed` updates these sizes.
-        notes: the notes of handed-over files of this rank's saves whose links may not have ended (`steps.handed_over`).
+        notes: the paths of this rank's notes on handed-over files whose links may not have ended (`steps.handed_over`).
 
     Attributes:
         names: the names of the parts that this rank saves.
@@ -74,7 +74,7 @@ class PartFiles:
         self._written: list[_Written] = []
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files to write, by path, as far as they are known: a lower bound.
+        """Returns the known sizes in bytes of the files to write, by path. The sum is a lower bound.
 
         The sizes come from the last save. Before the first save, sizes are known only for bytes, and for files that
         will be copied from another file system. A copy within one file system may share the blocks of the original.
@@ -106,7 +106,7 @@ class PartFiles:
         """Calls the function of each part, on the thread of the trainer. Returns whether there was a function to call.
 
         Raises:
-            HungDiskError: the disk hangs, so that the staging folder, into which the functions write, is not there yet.
+            HungDiskError: the disk hangs, so the folders into which the functions write do not exist yet.
             CommitError: a function raised an exception.
             InvalidTypeError: a function returned something that a part cannot consist of.
         """
@@ -130,7 +130,7 @@ class PartFiles:
         return True
 
     def start(self, staging: Path) -> None:
-        """Starts to write the files. `finish` and `stop` wait for the end. Raises HungDiskError."""
+        """Starts to write the files. `finish` and `stop` wait until the writing has ended. Raises HungDiskError."""
         if self._contents:
             self._work = self._runner.start(lambda: self._write(staging))
 
@@ -148,7 +148,7 @@ class PartFiles:
                 self._work.wait(deadlines.DISK_PATIENCE_S, deadlines.DISK_PATIENCE_S)
 
     def committed(self) -> None:
-        """Removes what was handed over, because the checkpoint has it now, and notes sizes for the next save."""
+        """Removes what was handed over, because the checkpoint has it now. Records the sizes for the next save."""
         for part in self._written:
             self._sizes[part.name] = part.sizes
         if any(part.source is not None and part.source.is_handed_over for part in self._written):
@@ -180,7 +180,7 @@ class PartFiles:
                     self._forget(note)
 
     def _forget(self, note: Path) -> None:
-        with suppress(ValueError):  # a thread that had hung at a disk has removed the note, too
+        with suppress(ValueError):  # a thread that hung at a disk may have removed this note already
             self._notes.remove(note)
 
     def _path(self, name: str) -> str:
@@ -260,7 +260,7 @@ class _Written:
         name: the part's name.
         files: its files.
         sizes: the sizes of the files that have taken disk space, by path. Links to files of the trainer take none.
-        source: the file or folder that the trainer has named; None if it has named none.
+        source: the file or folder that the trainer has named; None if the trainer has named no file or folder.
         folders: the folders in the source.
         links: the files of the source that have a second name in the checkpoint, each with that name.
     """
@@ -281,7 +281,10 @@ class _Written:
 
 
 def _sizes_elsewhere(source: Path, root: Path) -> dict[str, int]:
-    """Returns the sizes of a file or folder that is on another file system than the root. Raises OSError."""
+    """Returns the sizes in bytes of a source's files, by path; none if the source is on the root's file system.
+
+    Raises OSError.
+    """
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     if source.stat().st_dev == above.stat().st_dev:
         return {}
@@ -295,15 +298,15 @@ def _is_bytes(content: Content) -> bool:
 def _without_exits(name: str, function: Callable[[], Content]) -> Content:
     """Calls a function that a part's function has returned. SystemExit and KeyboardInterrupt become CommitError.
 
-    Only the function itself can raise these two: no signal interrupts the thread of the save. If they ended this
-    thread, the process would not end.
+    Only the function itself can raise these exceptions, because no signal interrupts this thread. Left unchanged, the
+    exceptions would end this thread, but not the process.
     """
     try:
         return function()
     except (SystemExit, KeyboardInterrupt) as error:
         raised = f"{type(error).__name__}: {error}"
-    # Raise this error outside the `except` block. Otherwise the error above would be its cause, and
-    # `interrupts_as_themselves` would raise that cause instead.
+    # Raise CommitError outside the `except` block. Otherwise the caught exception would be the cause of CommitError,
+    # and `interrupts_as_themselves` would raise that cause instead.
     raise CommitError(f"part {name!r} could not be saved: {raised}")
 
 
@@ -326,7 +329,10 @@ def _write_bytes(path: Path, data: memoryview) -> Hashed:
 
 
 def _take(source: Source, folder: Path, hashed: dict[Path, Hashed], links: list[tuple[Path, Path]]) -> Listing:
-    """Copies or links all files of a source into a folder, and notes their sizes and CRCs, and the links."""
+    """Copies or links all files of a source into a folder. Returns the listing of the source.
+
+    Adds the sizes and CRCs of the files to `hashed`, and the links to `links`.
+    """
     can_share_blocks = True
     listing = source.listed()
     source.check_files(listing)
@@ -340,7 +346,7 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed], links: list[
             return copy_hashed(original, target)
         source.note_taken(original)
         # Within one file system, no bytes are copied if the file system can share blocks or has links. Shared blocks
-        # are better, because a trainer that opens its file again cannot change the checkpoint.
+        # are better: with a link, a trainer that opens its file again could change the checkpoint.
         is_elsewhere = original.stat().st_dev != folder.stat().st_dev
         if is_elsewhere or would_widen_elsewhere(original, folder, FILE_MODE):
             return copy_hashed(original, target)

@@ -1,4 +1,4 @@
-"""Lists the files of a part of a step, refuses files that a checkpoint cannot have, and removes files handed over."""
+"""Lists a part's files, refuses files that a checkpoint cannot have, and removes files that were handed over."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _raise(error: OSError) -> None:
 
 
 def _refuse_unless(wanted: object, part: str, path: Path) -> None:
-    # The checkpoint would not contain the target of a link.
+    # Links are refused, because the checkpoint would not contain a link's target.
     if not wanted(path.lstat().st_mode):  # type: ignore[operator]
         raise CommitError(f"part {part!r}: {path} is a link, pipe, socket or device: use files and folders")
 
@@ -81,15 +81,18 @@ class Source:
 
     @staticmethod
     def of(part: str, path: str | os.PathLike[str], is_handed_over: bool) -> Source:
-        """Returns a source.
+        """Returns the source at `path`, with an absolute path.
 
-        `path` may be a link to a file that will be copied, but not to one that will be taken away.
+        `path` may be a link if the source is copied, but not if the source is handed over.
         """
         absolute = Path(os.path.abspath(path))
         return Source(part, absolute if is_handed_over else _real(absolute), is_handed_over)
 
     def check(self, staging: Path, root: Path) -> None:
-        """Raises CommitError if the source is missing, or is where checkpoints are.
+        """Raises CommitError if the source is missing, contains a root, or is in the step that is being saved.
+
+        A handed-over source must not belong to a saved step, be a file of this package, or have the current folder of
+        this process.
 
         Args:
             staging: the staging folder of the save.
@@ -150,7 +153,7 @@ class Source:
     def remove(self, folders: Iterable[Path]) -> bool:
         """Removes what was taken, and returns whether all of it is gone. Raises nothing.
 
-        Files that have come or changed since then stay, with a warning.
+        New files, and files that have changed since `note_taken`, stay. Then this logs a warning.
         """
         left: list[str] = []
         for file, taken in self._taken.items():
@@ -188,7 +191,7 @@ def _has_current_folder(folder: Path) -> bool:
 def _is_of_root(path: Path, roots: Sequence[Path]) -> bool:
     """True for the files that this package makes directly in a root: the tracker, and files of the run and of roles."""
     is_of_role = {file_names.role_of_trainer_file(path.name), file_names.role_of_rules_file(path.name)} != {None}
-    # Other programs make trackers, too, so in other folders a tracker need not belong to checkpoints of this package.
+    # Other programs make trackers, too. So a tracker counts only if it is directly in one of `roots`.
     return (
         is_of_role
         or path.name == file_names.RUN_FILE
@@ -217,7 +220,8 @@ def _is_checkpoint(folder: Path) -> bool:
     try:
         read_manifest_summary(folder)
     except (CheckpointNotFoundError, CheckpointCorruptError):
-        # The folder of a step is the folder itself, the one above a role's folder, or two above an uploaded attempt.
+        # The step's folder is `folder` itself, its parent (of a role's folder), or its parent's parent (of an uploaded
+        # attempt).
         steps = (folder, *folder.parents[:2])
         return any(file_names.parse_step(place.name) is not None for place in steps)
     return True

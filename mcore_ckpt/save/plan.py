@@ -1,4 +1,4 @@
-"""Plans a save: which bytes of each tensor this rank writes where.
+"""Plans a save: which bytes of each tensor this rank writes, and into which file.
 
 `file_contents.py` says which tensors are in which files. A plan is reused as long as the tensors are the same.
 """
@@ -180,7 +180,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Calls `refresh` of each tensor of the file that has this function. Returns the new tensors by index."""
+        """Calls the `refresh` functions of a file's tensors, where they exist. Returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.without.buffers if where == file):
             refresh = self.without.files[file].request.tensors[number].refresh

@@ -1,4 +1,4 @@
-"""Runs one save on one rank: plans the rank's files, copies the state into images of the files, and writes them."""
+"""Runs one save on one rank: plans the files, copies the state into images of the files, and writes the files."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class RankFiles:
     it does the work that can fail on a single rank, before the ranks' first round.
 
     Attributes:
-        plan: which tensor is written where. Once the tensors are copied into images, the plan no longer refers to them.
+        plan: says where each tensor is written. The plan refers to the tensors only until they are copied into images.
         need: the files that this rank will write.
-        common: the state that all ranks share; empty on all ranks but rank 0.
+        common: the state that all ranks share; empty on all ranks except rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.
 
     Raises UnsupportedError if something cannot be saved completely, and MemoryError if a copy of the state does not fit
@@ -82,7 +82,8 @@ class RankFiles:
         small = self._small.sizes() | self._parts.sizes()
         self.need = need_of_rank(self._trainer, self.plan.files, small, context.assets)
         self._is_async = self._trainer.config.async_save
-        # Weights that are made on the GPU come in pieces, and each piece overwrites the one before.
+        # Weights that are made on the GPU come in pieces, and each piece overwrites the piece before it. So such
+        # weights must be copied into images.
         self._has_images = times.copies_first = self._is_async or self.plan.weights.is_cuda
         self._images = self._reserve_images()
         self.plan = self.plan.with_own_weights(self._without_image())
@@ -112,8 +113,8 @@ class RankFiles:
     def capture(self, place: Place) -> None:
         """Copies the state. If the save is async, training may continue when this returns.
 
-        Files that have no image, because host memory is still being prepared, are written to the disk before this
-        returns.
+        In an async save, some files have no image if host memory is still being prepared. These files are written to
+        the disk before this returns.
 
         Raises only what a signal handler raises. Any other error is kept: the other ranks go on to the commit, and this
         rank reports the error there.
@@ -128,11 +129,12 @@ class RankFiles:
             weights = self._complete_weights()
             place.prepare()
             if self._parts.capture(place.attempt):
-                # The functions may have drawn random numbers, and the training goes on from there.
+                # The functions may have drawn random numbers. The checkpoint must have the random states that the
+                # training goes on from.
                 self._small.read_rng_again()
             self._copy_state(place, weights)
             if self._has_images:
-                # The trainer may offload its tensors now.
+                # Drop the references to the tensors, because the trainer may offload its tensors now.
                 self.plan = replace(self.plan, tensors=(), weights=NO_WEIGHTS, copies={})
         except Exception as error:
             if is_interrupt(error):
@@ -285,7 +287,7 @@ class RankFiles:
         check_seen(staging)
         self._times.mark("writing")
         self._writer = FileWriter(staging, self._captured.writes, self._context.commits, self._device_timeout_s)
-        self._writer.limit_device_wait(self._device_timeout_s)  # an exiting interpreter may just have shortened it
+        self._writer.limit_device_wait(self._device_timeout_s)  # an exiting interpreter may just have lowered the limit
         self._writer.start()
         return self._writer
 
@@ -359,5 +361,5 @@ def need_of_rank(
 def _least_assets(trainer: Trainer) -> dict[str, int]:
     if trainer.hf_config is None and trainer.processing_class is None:
         return {}
-    # Nothing is known of the tokenizer's files until they are written for the first time.
+    # The tokenizer's files have unknown sizes until the first save has written them. So count only the configuration.
     return {str(PurePath(file_names.HUGGINGFACE_DIR, CONFIG_FILE)): 1}

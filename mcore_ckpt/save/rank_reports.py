@@ -37,8 +37,8 @@ from mcore_ckpt.state.trainer import Trainer
 
 # A long list is refused if its entries have fewer characters than this on average.
 _LEAST_ENTRY = 8
-# Lists of more characters are compressed. Shorter lists are not, because rank 0 reads the lists of thousands of ranks,
-# and decompressing a short list takes longer than reading it.
+# Lists of more than this many characters are compressed. Shorter lists are not, because rank 0 reads the lists of
+# thousands of ranks, and decompressing a short list takes longer than reading it.
 _LONG_LIST = 1024
 _PLAIN, _COMPRESSED = "-", "z"
 # Begins the line of a group. No entry of names begins with this character.
@@ -160,7 +160,7 @@ class TensorNames:
                 self._received[digest] = _unpacked(text)
 
     def groups(self, digests: Iterable[str]) -> dict[GroupId, list[str]]:
-        """Returns the members of each param group on all ranks. Each rank has sent one digest, or "" without groups.
+        """Returns the members of each param group on all ranks. `digests` has one digest per rank, "" without groups.
 
         Raises:
             CommitError: rank 0 has not received the list of a digest, or has received a list that cannot be right.
@@ -260,7 +260,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         names: the tensor names that rank 0 does not know yet, by digest.
         coordinates: the fields of `RankCoordinates` in order.
         stages: the fields of `StageRecord` in order, for each stage.
-        steps: for each chained optimizer, the number of steps that it has done; None if the rank does not know it.
+        steps: for each chained optimizer, how many steps the optimizer has done; None if the rank does not know this.
         groups: the digest of the rank's param groups and their members.
         replicas: what rank 0 compares with the reports of other ranks.
         times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
@@ -314,7 +314,7 @@ def rank_report(
     """Returns this rank's report.
 
     Args:
-        trainer: this rank's trainer, which has its coordinates and stages.
+        trainer: this rank's trainer, which has the rank's coordinates and stages.
         written: the files that this rank has completed.
         plans: the files to which this rank has written.
         names, steps, groups, replicas, times, positions, step_parts: see `RankReport`.

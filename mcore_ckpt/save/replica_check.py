@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 Member = tuple[str, Region, torch.Tensor]
 
-# How many tensors of each list are compared at a save, and how many bytes of each. A rank then reads at most
+# How many tensors of each list are compared at a save, and how many bytes of each tensor. A rank then reads at most
 # 256 KiB for each list, in some 0.1 ms.
 _TENSORS, _BYTES = 4, 64 << 10
 
-# If all bytes are compared, a tensor on a GPU is copied to the host in pieces of at most so many bytes.
+# If all bytes are compared, a tensor on a GPU is copied to the host in pieces of at most this many bytes.
 _PIECE_BYTES = 64 << 20
 
-# The names of buffers that have a router's bias: with `moe_router_enable_expert_bias`, and with "quantile_balancing" of
-# megatron 0.19.
+# The endings of the names of a router's bias: `expert_bias` is for `moe_router_enable_expert_bias`, `qb_beta` for
+# "quantile_balancing" of megatron 0.19. The bias is a buffer, but it is equal on all replicas (`may_differ`).
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
 # A later stage has a copy of this tensor if embeddings are tied or there are MTP layers.
@@ -145,8 +145,8 @@ def replicated_tensors(
         lists.append(("t", map(_member, whole), first and at.tp == 0))
         lists.append(("y", _of(s for s in states if s.name in names and not s.replica), first and at.tp == 0))
     if topology.pp > 1:
-        # If a stage has two copies, only the first counts: megatron gives a stage with MTP layers an output layer that
-        # nothing uses.
+        # If a stage has two copies of the embedding, only the first counts: megatron gives a stage with MTP layers an
+        # output layer that nothing uses.
         lists.append(("w", [_member(s) for s in same if s.key.name.endswith(_EMBEDDING)][:1], first and at.pp == 0))
         lists.append(("z", _of([s for s in states if s.name.endswith(_EMBEDDING)][:1]), first and at.pp == 0))
     made = (ReplicatedTensors.of(kind, members, names_them) for kind, members, names_them in lists)
@@ -160,7 +160,10 @@ def _member(shard: LocalShard) -> Member:
 def _states(
     parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]], is_sharded: bool
 ) -> list[ParameterState]:
-    """Returns the states of the optimizers that are, or are not, divided among data-parallel ranks."""
+    """Returns the states of those optimizers whose `is_sharded` has the given value.
+
+    A sharded optimizer is divided among data-parallel ranks.
+    """
     pairs = zip(parts, by_part, strict=True)
     return [state for part, states in pairs if part.is_sharded == is_sharded for state in states]
 
