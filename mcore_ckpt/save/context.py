@@ -1,4 +1,4 @@
-"""Holds what the saves of a manager share until the manager is closed: threads, locks, memory, keys in the store."""
+"""Holds what the saves of a manager share until the manager is closed: threads, locks, memory, agreements."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ class SaveContext:
 
     Attributes:
         commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has another
-            agreement (`trainer.agreement`), because a waiting thread blocks the store client of its agreement.
+            agreement (`trainer.agreement`), because a waiting thread blocks its agreement's client of the key-value
+            store.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
-        part_sizes: the sizes of this rank's files of each part in its last save.
-        part_notes: the notes of this rank's files that were handed over and may still have links (`steps.handed_over`).
+        part_sizes: for each part of the step, the sizes in bytes of this rank's files in the last save.
+        part_notes: the paths of this rank's notes on handed-over files that may still have links (`steps.handed_over`).
     """
 
     trainer: Trainer
@@ -113,7 +114,7 @@ def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | Non
 class Closing:
     """The resources of one manager, which are given back when the manager ends.
 
-    None of these objects may refer to the manager's `SaveContext`.
+    None of these objects may refer to the manager's `SaveContext`, which could otherwise never be garbage-collected.
     """
 
     agreements: tuple[Agreement, ...]
@@ -144,7 +145,8 @@ class Closing:
             fast,
             Home(),
         )
-        # When the interpreter ends, exit handlers finish what is under way, and the system frees memory and locks.
+        # The finalizer need not run at exit: exit handlers finish what is under way, and the system frees memory and
+        # locks.
         weakref.finalize(context, closing._after_context).atexit = False
         return closing
 
@@ -184,5 +186,5 @@ class Closing:
             threading.Thread(target=self._close_quietly, name="mcore_ckpt close", daemon=True).start()
 
     def _close_quietly(self) -> None:
-        with suppress(CheckpointError):  # no caller is left to raise it to
+        with suppress(CheckpointError):  # there is no caller who could receive the error
             self.close()

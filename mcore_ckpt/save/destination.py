@@ -1,4 +1,4 @@
-"""Defines the protocol of destinations, which says where saves go.
+"""Defines the protocol `Destination`: where the saves of a manager go.
 
 A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
 such as an object store, needs only a new class: `save.save_step` does not change.
@@ -34,7 +34,7 @@ class Following:
     """The work that a commit starts on this rank: an upload, copies, deletions.
 
     Attributes:
-        upload: the upload to the remote store; None without a store, and on most ranks.
+        upload: the upload to the remote store; None without a store, and on all ranks except rank 0.
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
         delete: deletes the steps that the commit has made too old. This may take long.
@@ -162,19 +162,23 @@ class Destination(Protocol):
         """The longest recent time from a commit until the step was in the root, in seconds; None if unknown."""
 
     def choose_next(self, durable: bool) -> None:
-        """Sets whether the next save is durable. Without this call, the count of saves decides it. Every rank calls it.
+        """Sets whether the next save is durable. Every rank calls it. Without this call, the number of saves decides.
 
         A durable save waits for an earlier step that is being copied to the root (`await_drain`).
         """
 
     def await_drain(self, patience_s: float | None) -> bool:
-        """Waits until no step is being copied to the root. False if one still is after `patience_s` seconds.
+        """Waits until no step is being copied to the root.
 
-        None: waits as long as it takes.
+        Returns False if a step is still being copied after `patience_s` seconds. If `patience_s` is None, the wait has
+        no limit.
         """
 
     def await_copies_of(self, step: int, patience_s: float | None) -> bool:
-        """Waits until no copy of `step` is under way, because a new save of it waits for that. As `await_drain`."""
+        """Waits until no copy of `step` is under way. A new save of `step` would wait for such copies.
+
+        For `patience_s` and the result, see `await_drain`.
+        """
 
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         """Limits the waits for other ranks after a commit: each wait ends within `seconds` from now.

@@ -3,7 +3,7 @@
 Within a save, the kernels that gather small tensors are launched first, then the large copies. With
 `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism on GPUs before Blackwell, all
 streams share one queue. In another order, the training's kernels would wait in this queue behind one of our kernels,
-which itself waits for a large copy. NVIDIA's description of the queue says so; we have not measured it.
+which itself waits for a large copy. This follows from NVIDIA's description of the queue; we have not measured it.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Drain:
         return upload(self.context, self.saving), None if too_old is None else too_old.delete
 
     def _move_tracker(self, role_dir: Path) -> None:
-        # If the trainer names the folders, each commit on the nodes moves the tracker (`nodes._track`), so the tracker
-        # may name a newer step by now.
+        # If the trainer names the folders, each commit on the nodes moves the tracker (`nodes._track`). The tracker may
+        # name a newer step by now, so leave it alone.
         if is_own_name(self.context.trainer, self.saving.step, role_dir):
             tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 

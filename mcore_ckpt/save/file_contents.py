@@ -1,4 +1,4 @@
-"""Lists the files that a rank writes completely or in part, and the tensors in each."""
+"""Lists the files that a rank writes completely or in part, and the tensors in each file."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The delayed methods are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the
 trainer's objects. A guarded method first makes its stream wait for the copies. The host waits only where it reads a
-number of the state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a
+number from the state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a
 tensor is freed meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers
 are cloned on the GPU in stream order, because `expert_bias` changes before `step()`. A save is a snapshot even in lazy
 mode if parameters live in gradient memory, or if a model is in training and its manager has no optimizer

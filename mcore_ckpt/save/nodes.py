@@ -177,7 +177,7 @@ class _PlaceOnNodes:
 def place_files(
     written: Sequence[Written], nodes: NodeMap, replicas: int, save_count: int
 ) -> tuple[list[Written], Placement]:
-    """Chooses the nodes of each file. Returns the files without repetitions, and the placement of these files.
+    """Chooses which nodes shall have each file. Returns the files without repetitions, and their placement.
 
     Data-parallel replicas on several nodes have written the same file. Such a file counts once, and the nodes that have
     it need no copy.

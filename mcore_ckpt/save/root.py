@@ -50,8 +50,8 @@ class Root:
     def open(
         self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
     ) -> Place:
-        # A slow file system must not hold up an asynchronous save. But what `prepared` does must have happened when the
-        # save returns: the caller goes on from it.
+        # A slow file system must not hold up an asynchronous save. But if the save has a function `prepared`, the
+        # caller relies on the result of this function, so `prepared` must have run when the save returns.
         may_be_late = self._trainer.config.async_save and saving.prepared is None
         attempt = open_together(
             self._trainer.agreement,
@@ -120,7 +120,7 @@ class Root:
             CheckpointError: `saving.prepared` has raised it.
         """
         # The other ranks wait for this rank for `timeout_s` seconds at most, so all waits here together take at most
-        # 7/8 of that time. These waits include the look at old steps before a refusal.
+        # 7/8 of that time. The waits include the look at old steps before `space_watch.check` refuses a save.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         self.remove_interrupted()
@@ -149,7 +149,8 @@ class Root:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # This check says how much space is missing, or waits for deletions, after which the lock's file fits, too.
+            # This check says how much space is missing, or waits for deletions. After the deletions, the lock's file
+            # fits, too.
             self._context.space_watch.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
 

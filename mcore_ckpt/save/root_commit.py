@@ -51,10 +51,10 @@ def commit_to_root(
 
     Args:
         context: what the saves of the manager share.
-        agreement, topic, attempt, write, describe: see `transaction.commit_together`. This function raises the same
-            errors.
+        agreement, topic, attempt, write, describe: see `transaction.commit_together`. This function raises the errors
+            of `commit_together`.
         move_tracker: runs on rank 0 once the checkpoint is in place.
-        times: notes when the export has ended, for the manifest's timeline. None: the timeline stays as it is.
+        times: notes when the export has ended, for the manifest's timeline; None to leave the timeline unchanged.
 
     Returns the files of the HuggingFace model that this rank has written.
     """
@@ -109,7 +109,7 @@ def upload(context: SaveContext, saving: Saving) -> UploadHandle | None:
 
 
 def old_steps(context: SaveContext, agreement: Agreement, saving: Saving) -> OldSteps | None:
-    """Finds the steps that a commit has made too old, and ends the protection of the step that was loaded before.
+    """Finds the steps that a commit has made too old. Ends the protection of the step that the training went on from.
 
     Returns None on all ranks except rank 0, if a disk hangs, and if the checkpoint is not part of a step.
     """
@@ -166,8 +166,8 @@ class OldSteps:
 def _find_old_steps(context: SaveContext, saving: Saving) -> OldSteps | None:
     """Finds the steps to delete after a commit. Warns if there are no such steps and the next save will not fit.
 
-    This search runs right after the commit, because a later save with another policy may be committed when the deletion
-    begins.
+    This search runs right after the commit. When the deletion begins, a later save with another policy may already be
+    committed.
     """
     role_dir, step, policy = saving.role_dir, saving.step, saving.policy
     with suppress(OSError):  # the next save does this

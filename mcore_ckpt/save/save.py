@@ -52,7 +52,7 @@ def save_step(
     roles, metrics, called = request.roles, request.metrics, request.called
     config, topic = trainer.config, f"saving step {saving.step} of {trainer.role}"
 
-    # Plan. While another save is under way, the host memory belongs to that save.
+    # Plan. While another save is under way, plan nothing, because the host memory belongs to that save.
     folder = destination.folder_of(saving)
     events.started(folder)
     busy, failure = background.earlier_save(waits=config.if_busy == "wait")
@@ -157,7 +157,7 @@ class _Description:
 def _failing_commit(
     context: SaveContext, destination: Destination, background: BackgroundSaves, topic: str, folder: Path
 ) -> Iterator[None]:
-    """Tells the other ranks if this rank does not reach the commit of a save that all have begun."""
+    """Tells the other ranks if this rank does not reach the commit of a save that all ranks have begun."""
     agreement, commits, home = context.trainer.agreement, context.commits, Home()
     try:
         yield
@@ -167,7 +167,7 @@ def _failing_commit(
             raise
         staging = file_names.staging_dir(folder, number)
         if not (background.is_at_work or commits.has_begun(number)):
-            with suppress(RuntimeError):  # the store is gone, so nobody can be told
+            with suppress(RuntimeError):  # the key-value store is gone, so nobody can be told
                 for name in destination.rounds_of(number, agreement.decided):
                     commits.fail_next_round(topic, error, name)
             if agreement.is_coordinator:

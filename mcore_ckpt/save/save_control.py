@@ -20,7 +20,7 @@ class SaveControl:
         commits: connects the ranks on the thread of the saves.
         background: the saves that are under way.
         destination: where saves go.
-        open_own: returns an agreement of the same ranks for the guard alone, which uses it on the trainer's thread.
+        open_own: returns a further agreement of these ranks. Only the guard uses it, on the trainer's thread.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""Notes when the parts of one save begin and end, for the report, the timeline and the phases.
+"""Notes when the phases of one save begin and end, for the report, the timeline and the events.
 
 Ranks send their times in their reports, so no further message is needed. Times count from the call of `save` on the
 same rank, so the clocks of two hosts are never compared.
@@ -64,11 +64,12 @@ class SaveReport:
 
 
 class SaveTimes:
-    """When the parts of one save on this rank began and ended. All times are values of time.perf_counter().
+    """When the phases of one save on this rank began and ended. All times are values of time.perf_counter().
 
     The moments are `started` (the wait for an earlier save is over), `planned`, `captured`, `begun` (the training may
     go on), `writing` (the first write), `written` and `exported`. The moments come in this order, but an async save may
-    be `writing` before it is `begun`. The call of `save` (`called`) may have waited for an earlier save.
+    be `writing` before it is `begun`. Between the call of `save` (`called`) and `started`, the save may have waited for
+    an earlier save.
 
     Attributes:
         copies_first: whether the state is copied before it is written. If not, the state is read while it is written.
@@ -90,7 +91,7 @@ class SaveTimes:
         return self._moments[moment]
 
     def spans(self, now: float) -> dict[str, tuple[float, float]]:
-        """Returns the start and the end of each part that has begun. If a part has not ended, its end is `now`."""
+        """Returns the start and the end of each phase that has begun. If a phase has not ended, its end is `now`."""
         at = self._moments
         spans = {"wait": (self._called, at["started"]), "plan": (at["started"], at.get("planned", now))}
         copying = at.get("planned" if self.copies_first else "writing")

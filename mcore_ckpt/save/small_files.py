@@ -41,11 +41,14 @@ class SmallFiles:
         self.common: dict[str, Any] = read_common(trainer) if shares else {}
 
     def read_rng_again(self) -> None:
-        """Takes the random states as they are now."""
+        """Replaces the random states by the current random states."""
         self._files |= dict(_pickled_rng(self._trainer))
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the small files by path. The numbers of steps, which are not in `common`, add little."""
+        """Returns the sizes in bytes of the small files, by path.
+
+        The optimizers' steps are not in `common` yet, but they add only a few bytes to its file.
+        """
         sizes = {path: len(data) for path, (_, data) in self._files.items()}
         return sizes | ({file_names.COMMON_FILE: len(pickle_unchecked(self.common))} if self.common else {})
 
