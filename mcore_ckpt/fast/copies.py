@@ -56,7 +56,7 @@ class CopyHandle(Handle[str | None]):
 
     @property
     def problem(self) -> str | None:
-        """Why some node lacks copies. None while the copies are under way, and when they are complete."""
+        """Why some node lacks copies. None while the copies are under way, and if no node lacks copies."""
         return self._result
 
     @property
@@ -209,7 +209,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns the reason if some do not come, else None."""
+        """Fetches the files that this node should have but lacks. Returns why some cannot be fetched, else None."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -219,7 +219,7 @@ class Copies:
             fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
             results = results_of(missing, fetch, tuning.PEER_THREADS)
         problems = [problem for problem in results if problem is not None]
-        with suppress(FileNotFoundError):  # the step was deleted meanwhile, which `problems` says
+        with suppress(FileNotFoundError):  # the step was deleted meanwhile, so `problems` has entries
             sync_names(attempt.role_dir, [manifest.files[position].path for position in missing])
             sync_dir(attempt.role_dir)
         if not problems:
@@ -227,7 +227,7 @@ class Copies:
         return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
 
     def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
-        """Fetches a file from the first node that sends it intact. Returns the reason if no node does, else None."""
+        """Fetches a file from the first node that sends it intact. If no node does, returns why, else None."""
         assert manifest.placement is not None
         file = manifest.files[position]
         problem = f"{file.path}: no other node has this file"

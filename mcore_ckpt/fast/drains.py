@@ -37,7 +37,7 @@ class DrainHandle(Handle[Path]):
         step: the step.
         path: where the checkpoint is, or will be, in the root.
         upload: the upload to the remote store. None until the step is in the root. Always None without a store, and on
-            most ranks.
+            all ranks except rank 0.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -106,7 +106,8 @@ class Drains:
 
     def start(self, drain: Draining) -> DrainHandle:
         """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls it."""
-        # Rank 0 begins no drain while another one is under way, but the earlier drain may not have ended on all ranks.
+        # Rank 0 begins no drain while an earlier drain is under way. But on this rank the earlier drain may not have
+        # ended yet.
         self.wait_for_copy()
         handle = self._handle = DrainHandle(drain.saving.step, drain.saving.role_dir)
         self._agreement = drain.agreement
@@ -127,10 +128,10 @@ class Drains:
         self._worker.wait(math.inf)
 
     def wait_for_copy(self, step: int | None = None, timeout: float | None = None) -> bool:
-        """Waits until no step, or not `step` if given, is being copied to the root. Old steps may still be deleted.
+        """Waits until no step is being copied to the root; if `step` is given, waits only for the copy of `step`.
 
-        The deadlines of the ranks and of calls to the file system limit this wait. Returns False if the copy is still
-        under way after `timeout` seconds.
+        Does not wait for the deletion of old steps. The deadlines of the ranks and of calls to the file system limit
+        this wait. Returns False if the copy is still under way after `timeout` seconds.
         """
         handle = self._handle
         if handle is not None and step in (None, handle.step):

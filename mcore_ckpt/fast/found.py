@@ -38,8 +38,8 @@ def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[Fas
 def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list[str]:
     """Returns the saves that some node has committed, and another node has not.
 
-    Leaves out saves that are not whole, because a node that commits a save deletes its earlier save of the same step,
-    which may be whole.
+    Leaves out saves that are not whole. A node that commits a save deletes its earlier save of the same step, and this
+    earlier save may be whole.
     """
     whole = {each.attempt for each in found if each.is_complete}
     held = [HeldRole.of(item) for record in records for item in record["held"]]
@@ -77,7 +77,7 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
 
 
 def why_not_whole(tier: NodeTier, checkpoint: FastCheckpoint) -> str:
-    """Says what a checkpoint of the fast tier lacks, and which nodes had it. Only rank 0 calls it."""
+    """Says which files a checkpoint of the fast tier lacks, and which nodes had them. Only rank 0 calls it."""
     place = f"{tier.role_dir(checkpoint.step, checkpoint.role)} on the nodes"
     if not checkpoint.is_committed:
         return f"{place}: the save did not finish"

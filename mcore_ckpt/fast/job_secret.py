@@ -1,8 +1,8 @@
 """Gives all ranks of a job one secret, by which the nodes of the job recognize each other.
 
-The job's key-value store cannot keep a secret, because anybody who reaches its port can read it. So the user gives the
-secret, or rank 0 puts a secret into a file, and removes the file when all ranks have read it. If neither is possible,
-the secret goes through the store, with a warning.
+The job's key-value store cannot keep a secret, because anybody who reaches the port of the key-value store can read
+everything in it. So the user gives the secret, or rank 0 puts a secret into a file, and removes the file when all ranks
+have read it. If neither is possible, the secret goes through the key-value store, with a warning.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 _INTRODUCTION_S, _REQUEST_S = 5.0, 10.0
 # How long an answer may take in addition to the time for its bytes, `answer_time_s` (seconds).
 _ANSWER_S = 30.0
-# A connection is closed after so many seconds without a request. The client then opens another connection.
+# A connection is closed after this many seconds without a request. The client then opens another connection.
 _IDLE_S = 300.0
 # The time between two checks of the deadlines (seconds).
 _LOOK_S = 0.5
-# How many connections are open at most: of known clients, and of clients that are not known yet. The second number is
-# small, also because each connection has a thread.
+# How many connections are open at most: of known clients, and of clients that are not known yet. The second limit is
+# small, because anybody can open such connections, and each connection has a thread.
 _MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
 # How many descriptors stay free for the training and its saves.
 _SPARE_DESCRIPTORS = 64
@@ -64,14 +64,15 @@ class _Client:
             socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
     def may_take(self, seconds: float) -> None:
-        """Moves the deadline to so many seconds from now."""
+        """Moves the deadline to `seconds` seconds from now."""
         self.deadline = time.monotonic() + seconds
 
 
 class PeerServer:
-    """Serves the files below a folder, and no other files, to nodes that know the secret; a `transport.Server`.
+    """Serves the files below a folder, and no other files, to nodes that know the secret.
 
-    `host` is the address to listen on, without port. Raises OSError if this address cannot be used.
+    It implements `transport.Server`. `host` is the address to listen on, without port. Raises OSError if this address
+    cannot be used.
     """
 
     def __init__(self, folder: Path, secret: bytes, host: str, tls: PeerTls | None = None) -> None:
@@ -163,7 +164,7 @@ class PeerServer:
             return list(self._clients)
 
     def _cut_overdue(self) -> None:
-        """Cuts connections that are too slow and, if too many clients are unknown, the oldest of their connections."""
+        """Cuts connections that are too slow. If too many clients are unknown, cuts the oldest unknown clients, too."""
         now, clients = time.monotonic(), self._all_clients()
         for client in clients:
             if client.deadline < now:
@@ -301,7 +302,7 @@ def _send(client: _Client, status: int, data: bytes) -> None:
 
 
 def _most_descriptors() -> int:
-    """Returns how many descriptors this process may have. A training may change this limit."""
+    """Returns how many descriptors this process may have now. A training may change this limit at any time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
 

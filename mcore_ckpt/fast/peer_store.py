@@ -93,7 +93,7 @@ class PeerStore:
             connection.close()
 
     def _ask(self, request: dict[str, Any], memory: memoryview | None, most: int = 0) -> bytes:
-        """Sends a request. The answer fills `memory` if that is given, and is returned otherwise."""
+        """Sends a request. The answer fills `memory`; if `memory` is None, the answer is returned."""
         line = json.dumps(request).encode() + b"\n"
         connection, is_new = self._connection()
         try:
@@ -102,7 +102,8 @@ class PeerStore:
             except OSError:
                 if is_new:
                     raise
-                # The server closes connections that have been idle, and a restarted network drops connections.
+                # Try a new connection, because the server closes idle connections, and a restarted network drops
+                # connections.
                 connection.close()
                 connection = self._connect()
                 status, length = self._header(connection, line)

@@ -73,8 +73,8 @@ class FastSaves:
     def wait_for_copies_of(self, step: int, timeout: float | None = None) -> bool:
         """Waits until no copy of a step is under way, neither to other nodes nor to the root.
 
-        Otherwise a file of an earlier save of the step could reach a node that has the new save already, and count as a
-        file of the new save. Returns False if a copy is still under way after `timeout` seconds.
+        Without this wait, a file of an earlier save of the step could reach a node after the new save. This file would
+        then count as a file of the new save. Returns False if a copy is still under way after `timeout` seconds.
         """
         deadline = deadline_after(timeout)
         try:
@@ -84,7 +84,7 @@ class FastSaves:
         return self.drains.wait_for_copy(step, seconds_until(deadline))
 
     def plan_durable(self) -> tuple[bool, int]:
-        """Returns whether the next step also goes to the root, and how many saves have begun, including this one.
+        """Returns whether the next save also goes to the root, and how many saves have begun, counting the next save.
 
         All roles choose the same steps, because each role counts its saves. If a save of one role or its copy to the
         root fails, that role saves its next step to the root instead, and goes on counting.
@@ -169,7 +169,7 @@ class FastSaves:
         """Returns the newest steps, up to and including the `keep`-th step whose part this node still has."""
         count = 0
         for position, step in enumerate(steps):
-            # The commit has just checked the files of the newest step.
+            # The commit has just checked the files of the newest step, so this step needs no second check.
             count += position == 0 or self._has_its_part(step)
             if count == self.tier.config.keep:
                 return list(steps[: position + 1])

@@ -30,7 +30,10 @@ _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSErr
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A folder that has files of the checkpoint. `has` lists their positions, as inclusive runs; None: all files."""
+    """A folder that has files of the checkpoint.
+
+    `has` lists the positions of these files in the manifest, as inclusive runs. None stands for all files.
+    """
 
     folder: Folder
     has: tuple[tuple[int, int], ...] | None = None

@@ -36,9 +36,9 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _TOPIC = "setting up the fast tier"
-# Each node gets the manifest of a save from another node, and serves it to at most this many further nodes. If one node
-# served all nodes, a thousand nodes would wait for that node's network. In a chain, the nodes would wait for each
-# other.
+# Each node except node 0 gets the manifest of a save from another node, and serves it to at most this many further
+# nodes. If one node served all nodes, a thousand nodes would wait for that node's network. In a chain, the nodes would
+# wait for each other.
 _BRANCHES = 8
 
 
@@ -62,7 +62,7 @@ class NodeTier:
         lock: the lock on the role in this node's folder. Only the lead uses it.
         root: the root, which says to which run the steps of this training belong.
         shared: whether the group may read and write what is in the folder (`CheckpointConfig.shared_with_group`).
-        unrenamed: the committed saves that this node has not renamed yet; empty on all ranks but the lead.
+        unrenamed: the committed saves whose folder this node has not renamed yet; empty on all ranks except the lead.
     """
 
     config: FastTier
@@ -96,7 +96,7 @@ class NodeTier:
         return self.nodes.writers_of(replicas, self.config.replicas)
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
-        """Returns the folder of a role's checkpoint in this node's folder. None stands for this tier's role."""
+        """Returns the folder of a role's checkpoint in this node's folder. `role` is None for this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)
 
     @property
@@ -109,13 +109,13 @@ class NodeTier:
     def ownership(self, saved: Run | None = None) -> Ownership:
         """Returns which checkpoints on the nodes belong to this training.
 
-        `saved` is the run of this training, from a manifest. If it is None, this reads the run from the root's file,
-        which only rank 0 is sure to see.
+        `saved` is the run of this training, from a manifest. If `saved` is None, this method reads the run from the
+        root's file, which only rank 0 is sure to see.
         """
         if self.root is None:
             return Ownership()
         if not self._own.is_of(saved):  # look only once: a thousand nodes ask at each save
-            with nullcontext() if saved is None else suppress(OSError):  # the manifest names the run, too
+            with nullcontext() if saved is None else suppress(OSError):  # `saved` names the run even without this file
                 self._own = elsewhere(self.root, self.home)
         return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
 
@@ -143,7 +143,7 @@ class NodeTier:
     def receive(self, attempt: str, patience_s: float) -> bytes:
         """Returns the manifest of a save that the lead of node 0 has published, and serves it to further nodes.
 
-        Raises CommitError if the node that should send it does not answer.
+        Raises CommitError if the node that should send the manifest does not answer.
         """
         parent = (self.number - 1) // _BRANCHES
         try:
@@ -178,9 +178,9 @@ class NodeTier:
 
 
 def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, shared: bool | None = None) -> NodeTier:
-    """Finds the nodes of the job, and starts a server on each. Every rank calls it.
+    """Finds the nodes of the job, and starts a server on each node. Every rank calls it.
 
-    `shared`: whether the group may read and write what is in the folder.
+    `shared` says whether the group may read and write what is in the folder.
 
     Raises:
         InvalidArgumentError: there are too few nodes or failure domains for the copies; the ranks have different
@@ -212,7 +212,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
             raise InvalidArgumentError(
                 f"folder of the fast tier is {folder}, which is the root: use another folder, or no fast tier"
             )
-        if os.path.lexists(folder):  # before the secret is written into it
+        if os.path.lexists(folder):  # check the folder before the secret is written into it
             check_own_folder(folder, shared)
         tls = None if fast.tls is None else Path(fast.tls).expanduser()
         own.append(_Own(given_secret(), None if tls is None else read_tls(tls)))
@@ -302,7 +302,10 @@ def _check_copies(nodes: NodeMap, replicas: int) -> None:
 
 
 def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
-    """Raises NoRoomError if a node's folder is too small for its own files and copies. Every rank calls it."""
+    """Raises NoRoomError if a node's folder is too small for its own files and its copies of other nodes' files.
+
+    Every rank calls it. `own_bytes` estimates how many bytes this rank writes in one save.
+    """
 
     def work() -> Record:
         record: Record = {"own": own_bytes()}
@@ -318,8 +321,9 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
         for number in range(len(nodes)):
             for other in nodes.preferred(number)[:replicas]:
                 copies[other] += own[number]
-        # A step is written before an old one is deleted. The last step with complete copies stays until a newer step
-        # has all its copies. A step that is being copied stays, too. A durable step stays until it is in the root.
+        # The folder must hold more than `keep` steps. A step is written before an old step is deleted. The last step
+        # with complete copies stays until a newer step has all its copies. A step that is being copied stays, too. A
+        # durable step stays until it is in the root.
         steps = tier.config.keep + 1 + (2 if replicas else 0) + (tier.config.durable_every is not None)
         for number, node in enumerate(nodes.all):
             lead = records[node.lead]

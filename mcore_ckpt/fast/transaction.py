@@ -45,7 +45,7 @@ class NodeAttempt:
     Attributes:
         attempt: the save's id, and its staging folder and final folder on this node.
         is_durable: whether the step also goes to the root.
-        save_count: how many saves into the fast tier the training has begun, this one included.
+        save_count: how many saves into the fast tier the training has begun, including this save.
     """
 
     attempt: Attempt
@@ -158,7 +158,7 @@ def commit_on_nodes(
     try:
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, name=attempt.number)
     except BaseException as error:
-        if is_interrupt(error):  # the other ranks may have gone on already
+        if is_interrupt(error):  # the other ranks may already wait for this rank in the second round
             agreement.fail_next_round(topic, error, second)
         if tier.is_lead:
             commit.discard(attempt.staging)
@@ -214,7 +214,7 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
 
 
 def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
-    """Removes replicas' files that differ from the same files on another node.
+    """Removes files that this node's ranks have written as replicas, if the files in the manifest have other bytes.
 
     Such files would count as copies, because they have the right size. Once they are removed, this node gets real
     copies. `own` has the ranks of this node.

@@ -43,7 +43,7 @@ class Peer(Protocol):
         """Reads a whole small file. Raises CheckpointCorruptError if it is larger than `most` bytes."""
 
     def sizes(self, key: str) -> dict[str, int]:
-        """Returns the sizes in bytes of the files below a folder, by their paths below it."""
+        """Returns the sizes in bytes of the files below a folder, by path relative to the folder."""
 
     def note(self, name: str, most: int, patience_s: float) -> bytes:
         """Returns the bytes that the node has published under a name. Waits at most `patience_s` seconds for them."""
