@@ -6,21 +6,22 @@ ROLL trains, has other names for the same tensors. On disk the tensors have Mega
 
 - Rows that Bridge permutes. With tensor parallelism, a rank's `linear_fc1` has the rank's rows of the gate, and then
   its rows of up. Bridge (0.3 to 0.6) ignores this order when it describes two tensors: the magnitude of such a layer,
-  and the matrix B of CanonicalLoRA's adapters of gate and up. So under another tensor-parallel size, Bridge's own
+  and the matrix B in CanonicalLoRA's adapters for gate and up. So under another tensor-parallel size, Bridge's own
   checkpoints come back with these rows in another order. Here `state/model.py` takes the places of these tensors from
-  the weight. Bridge's own `torch_dist` checkpoints of these tensors load only under the saved size, and `merge` refuses
-  these tensors by name. DoRA of row-parallel layers has different magnitudes on the tensor-parallel ranks, so a manager
-  refuses such an adapter.
+  the weight. Bridge's own `torch_dist` checkpoints with these tensors load only under the saved size, and `merge`
+  refuses these tensors by name. DoRA of row-parallel layers has different magnitudes on the tensor-parallel ranks, so a
+  manager refuses such an adapter.
 - Layers that PEFT has wrapped (in ROLL, `mcore_adapter` wraps transformer-engine's layers) have the same adapters under
   other names. `without_peft` translates the names when a live model is read. The regions of A and B follow from the
-  layer's weight: B has the rows of the weight, and A its columns. ROLL's own `sharded_state_dict` (2026-08) gives the
-  matrix B of `linear_fc1` one range of rows where the weight has two, gate and up. ROLL's adapters of experts have a
-  smaller rank but the scale of the larger rank, so they are refused.
+  layer's weight: B has the rows of the weight, and A its columns. ROLL's own `sharded_state_dict` (2026-08) has entries
+  for A and B, too. These entries are not used, because the entry for B of `linear_fc1` has one range of rows, although
+  the weight has two ranges, gate and up. ROLL's adapters of experts have a smaller rank but the scale of the larger
+  rank, so these adapters are refused.
 - Grouped experts. If all experts of a rank share one adapter, Bridge 0.6 keeps this adapter equal on all ranks. So each
   expert-parallel rank stores a copy, and a load under any size can read one of the copies. Bridge 0.3 lets the adapters
-  of the ranks drift apart, so a manager refuses them with expert parallelism. If each expert has its own adapter
-  (`share_expert_adapters=False`), the adapters' tensors have an axis of experts, and are cut like other tensors of
-  experts.
+  of the ranks drift apart, so a manager refuses these adapters with expert parallelism. If each expert has its own
+  adapter (`share_expert_adapters=False`), the adapters' tensors have an axis of experts, and are cut like other tensors
+  of experts.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
     """Matches the parts of two models one by one, in the order in which the models run them.
 
     The layers of multi-token prediction are matched separately for each depth. A depth that only one model has is left
-    out, and so is the decoder if the stored model has no decoder layers.
+    out. The decoder is left out if the stored model has no decoder layers.
     """
     found: dict[tuple[str, str], str] = {}
     ours, theirs = _by_stack(wanted), _by_stack(stored)

@@ -146,12 +146,12 @@ class ShardedPosition:
         Args:
             rank, size: the data-parallel rank and size; None for the rank and size of the load.
             workers: for a position of `of_dataloader`, how many workers the loader has. A number other than the saved
-                one counts as another data-parallel size. None: the number is not compared here; torchdata itself
-                refuses another number.
+                number counts as another data-parallel size. If `workers` is None, only torchdata compares the numbers,
+                and refuses another number.
 
         Raises:
             CheckpointMismatchError: positions of this kind cannot be divided, or these positions cannot be divided
-                among so many ranks.
+                among `size` ranks.
             InvalidArgumentError: `rank` is not below `size`, or the positions of other ranks have not been loaded,
                 because the data-parallel size is the saved one.
         """
@@ -200,9 +200,9 @@ class _Kind:
     """The operations on the positions of one kind.
 
     Attributes:
-        same: makes the result of `for_rank` under the saved size from a rank's state.
-        divided: makes the result of `for_rank` under another size from the states of all ranks, the new rank and the
-            new size. Raises CheckpointMismatchError or InvalidArgumentError.
+        same: under the saved size, makes the result of `for_rank` from a rank's state.
+        divided: under another size, makes the result of `for_rank` from three arguments: the states of all ranks, the
+            new rank and the new size. Raises CheckpointMismatchError or InvalidArgumentError.
         compared: returns the part of a state that must be equal on replicas.
         workers: returns the number of workers whose states are in a rank's state; None if that number may change.
     """
@@ -279,8 +279,8 @@ _KINDS: Mapping[str, _Kind] = {
     "consumed": _Kind(lambda state: state, _consumed, lambda state: state),
     "share": _Kind(_share, _divided_share, lambda state: sorted(state.items())),
     "streams": _Kind(dict, _dealt_streams, lambda state: sorted(state.items())),
-    # Only this field is compared, because loaders of replicas differ in other fields: the seeds of the workers, the
-    # place of the last snapshot.
+    # Only `_iterator_finished` is compared, because loaders of replicas differ in other fields: the seeds of the
+    # workers, the place of the last snapshot.
     "dataloader": _Kind(dict, _next_epoch, lambda state: state.get("_iterator_finished"), _workers_of_dataloader),
     "energon": _Kind(dict, _divided_energon, lambda state: (len(state["workers"]), state["micro_batch_size"])),
 }

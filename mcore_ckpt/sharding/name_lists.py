@@ -2,7 +2,7 @@
 
 `decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes a list of
 about twenty entries, whichever tensors a rank owns. Each number of a name can be a range, and an entry stands for all
-combinations.
+combinations of the numbers in its ranges.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class OrderedNames:
 
 
 class NameLists:
-    """Finds the lists that contain a name. The lists are not expanded, because a file may hold any range.
+    """Finds the lists that contain a name. The lists are not expanded: a damaged file could have ranges of any length.
 
     Example:
         >>> NameLists([["layers.[0-7].w"], ["layers.[8-15].w", "head.w"]]).lists_with("layers.9.w")
@@ -164,7 +164,7 @@ def _texts(entry: str) -> tuple[str, tuple[str, ...]]:
 def _alike(lists: Iterable[Iterable[str]]) -> _Alike:
     """Groups entries that differ only in their last ranges, so that the numbers before the last are combined only once.
 
-    Most entries of thousands of ranks differ in the numbers of experts. Raises ValueError as `join` does.
+    With thousands of ranks, most entries differ only in the numbers of experts. Raises ValueError as `join` does.
     """
     found: _Alike = {}
     for entry in set().union(*lists):

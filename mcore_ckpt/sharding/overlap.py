@@ -186,7 +186,7 @@ def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
     All rows that lie entirely in these elements are yielded together. Each row that is cut is yielded separately.
     """
     stride = rows.source_stride or rows.row
-    # Rows `[low, high)` lie entirely in the elements.
+    # Rows `[low, high)` lie entirely in elements `[first, last)`.
     low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
     high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
     if high > low:

@@ -11,8 +11,8 @@ from mcore_ckpt.errors import InvalidArgumentError
 def compiled(patterns: Sequence[str], option: str = "ignore") -> list[re.Pattern[str]]:
     """Returns compiled regular expressions.
 
-    Raises InvalidArgumentError, which names `option`, for anything but a list of regular expressions. A string is
-    refused, too, because each of its letters would be an expression.
+    Raises InvalidArgumentError, which names `option`, for anything except a list of regular expressions. A string is
+    refused, too, because each of its letters would count as an expression.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
         kind = "the string " if isinstance(patterns, str) else ""

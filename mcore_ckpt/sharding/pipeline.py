@@ -118,7 +118,7 @@ def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def parse_pattern(text: str) -> tuple[tuple[str, ...], ...]:
-    """Parses the stages of a `hybrid_layer_pattern` (`parse_hybrid_pattern`, 0.19) as `parse_layout` does.
+    """Parses a `hybrid_layer_pattern` (`parse_hybrid_pattern`, 0.19) into the form that `parse_layout` returns.
 
     Each character is a layer, `|` ends a stage, and `/` begins a depth of multi-token prediction. All depths are on the
     last stage. Raises ValueError for a layer that megatron does not know, and for a pattern without layers.

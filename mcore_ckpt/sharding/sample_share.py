@@ -77,8 +77,8 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
     if len(shares) != first.size:
         raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size} ranks: use the shares of all ranks")
     taken = [share.taken for share in shares]
-    # The division has numbered the samples: rank r takes the places r, r + size, r + 2 * size, ... Every place before
-    # `begin` has been taken, and no place from `end` on.
+    # The division has given each sample a place: rank r takes the places r, r + size, r + 2 * size, ... Every place
+    # before `begin` has been taken, and no place from `end` on.
     begin = min(taken) * len(shares)
     end = max(number + (count - 1) * len(shares) + 1 if count else 0 for number, count in enumerate(taken))
     if end - begin + len(first.left) > _MOST_LEFT:

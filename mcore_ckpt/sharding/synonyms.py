@@ -31,7 +31,7 @@ _FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
 _BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
 _LOCAL = {fused: local for local, fused in _NORMS}
 
-# Modules that have different names in versions and models. The canonical name is the key in megatron's own checkpoints.
+# Modules whose names differ between versions or models. The canonical name is the key in megatron's own checkpoints.
 _CANONICAL = (
     # The module with the layer of one depth of multi-token prediction. megatron-core 0.17 renamed this module
     # (MultiTokenPredictionLayer). In a HybridModel the module is a stack of layers, and has always had the newer name.
@@ -42,8 +42,8 @@ _CANONICAL = (
     # The convolution of a MambaMixer was a module until 0.18, and is a parameter of the mixer since 0.19.
     (re.compile(r"((?:.*\.)?mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
 )
-# The last norm: GPTModel calls it `final_layernorm`, MambaModel and HybridModel call it `final_norm`. Both names are
-# kept on disk.
+# The last norm: GPTModel calls it `final_layernorm`, MambaModel and HybridModel call it `final_norm`. A checkpoint has
+# the name that the saved model uses.
 _LAST_NORMS = {
     f"decoder.{one}.{kind}": f"decoder.{other}.{kind}"
     for one, other in (("final_layernorm", "final_norm"), ("final_norm", "final_layernorm"))

@@ -20,11 +20,11 @@ VISION_TOWER, PROJECTOR = "vision_tower.", "mm_projector."
 
 _TOWER = re.compile(r"(?:visual|vision_model|vision_projection|vision_tower|mm_projector)\..+")
 _OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")
-# The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). Tensor parallelism
-# cuts only these.
+# The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). In towers, tensor
+# parallelism cuts only these tensors and, in some towers, the tensors of `_OF_EITHER`.
 _OF_MEGATRON = re.compile(r"vision_model\.(?:decoder|projection|merger\.patch_norm)\..+|vision_projection\..+")
-# In some towers these layers are megatron's modules, which are cut. In others they are transformers' modules, which are
-# not cut.
+# In some towers these layers are megatron's modules, which are cut. In other towers the layers are transformers'
+# modules, which are not cut.
 _OF_EITHER = re.compile(r"vision_model\.merger\.linear_fc[12]\..+")
 
 
@@ -56,7 +56,7 @@ def may_be_replicated(name: str) -> bool:
 
 
 def under_other_root(name: str) -> str | None:
-    """Returns the name that a tensor has in another program's model, or None if it has none.
+    """Returns the other name that a tensor has in another program's model; None if there is no other name.
 
     Example:
         >>> under_other_root("visual.blocks.0.norm1.weight"), under_other_root("decoder.final_layernorm.weight")
