@@ -1,10 +1,10 @@
-"""Finishes saves in the background: the threads, the handle, and how the trainer learns of a failure.
+"""Finishes saves in the background: runs their threads, defines their handle, and tells the trainer of failures.
 
     trainer's thread   BackgroundSaves.launch   returns immediately; `SaveHandle.wait` waits for the save's end
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
     deletion's thread  Following.delete         deletes old steps; a new save need not wait for the deletion
 
-A thread of `steps/space_watch.py` checks whether the next save will fit. Nothing waits for this thread.
+A thread of `steps/space_watch.py` checks whether the next save will fit on the disk. Nothing waits for this thread.
 
 Each thread ends when it has no more work. An exiting interpreter waits for the threads of saves and of deletions
 (`_finish_all`).
@@ -40,7 +40,7 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# How many recent saves are remembered. The next save is expected to take no longer than the slowest recent save.
+# How many recent saves are remembered. The next save is expected to take no longer than the slowest of these saves.
 _REMEMBERED = 5
 # A wait for a copy to the root looks at this interval, in seconds, whether the machine is about to be taken away.
 _LOOK_S = 0.2
@@ -62,7 +62,7 @@ def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
 
 
 class _Nothing:
-    """Stands for the files of a skipped save, which has none."""
+    """Stands in for the files of a skipped save, because a skipped save has no files."""
 
     def progress(self) -> tuple[int, int]:
         return 0, 0
@@ -370,8 +370,8 @@ class BackgroundSaves:
     def _note_time(self, handle: SaveHandle) -> None:
         report = handle.report
         if report is not None:
-            # Both numbers may be too large, so take the smaller: `seconds` may include a wait for an earlier save, and
-            # the sum of the parts counts a time twice if copying and writing overlap.
+            # Both numbers may be too large, so take the smaller number. `seconds` may include a wait for an earlier
+            # save. The sum of the phases counts some time twice if copying and writing overlap.
             parts = (report.plan_s, report.copy_s, report.write_s, report.export_s, report.commit_s)
             self._took.append(min(report.seconds, sum(parts)))
 

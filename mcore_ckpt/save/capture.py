@@ -181,7 +181,7 @@ def _ready(
         plan: the file.
         copies: for each copy from the GPU to this file: (the number of the copy, counted from 1 over all files; its
             offset in the file).
-        events: for each event: (how many copies are done once it has happened, the event). The numbers ascend.
+        events: for each event: (how many copies are done once the event has happened, the event). The numbers ascend.
         weights: the event after the copies of weights. All copies of weights came before the copies in `copies`.
     """
     if not copies and weights is not None:

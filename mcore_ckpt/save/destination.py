@@ -38,7 +38,7 @@ class Following:
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
         delete: deletes the steps that the commit has made too old. This may take long.
-        deletes: the steps in the root that are deleted, or lose their optimizer.
+        deletes: the steps in the root that `delete` removes, or that lose their optimizer.
     """
 
     upload: UploadHandle | None = None
@@ -73,7 +73,7 @@ class Place(Protocol):
         """
 
     def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement | None]:
-        """Returns each file once, and the placement of the files; None as placement if all ranks see all files."""
+        """Returns each file once, and the placement of the files. The placement is None if all ranks see all files."""
 
     def commit(
         self,
@@ -99,9 +99,9 @@ class Place(Protocol):
 
 
 class Destination(Protocol):
-    """The destination of one manager's saves. Only rank 0 takes the `lock` on the role there.
+    """The destination of one manager's saves. Only rank 0 takes `lock`, which protects the role at the destination.
 
-    `contents` says what a checkpoint there contains, in the words of `save_contents`.
+    `contents` says what a checkpoint at the destination contains, in the words of `save_contents`.
     """
 
     @property
@@ -116,7 +116,7 @@ class Destination(Protocol):
     def folder_of(self, saving: Saving) -> Path:
         """Returns the folder that a checkpoint will be in.
 
-        Raises InvalidArgumentError if the checkpoint cannot be saved there.
+        Raises InvalidArgumentError if this destination cannot have the checkpoint.
         """
 
     def open(

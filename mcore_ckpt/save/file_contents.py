@@ -136,9 +136,11 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard], writers_of: W
 def _with_writers(
     trainer: Trainer, ranks: Sequence[int], request: WriteRequest, writers_of: WritersOf
 ) -> Iterator[WriteRequest]:
-    """Assigns the writers of a file of replicated tensors: each group of `ranks`, or the first rank of each group.
+    """Yields the request for a file of replicated tensors, with the file's writers.
 
-    If replicas may differ, only the first of all `ranks` writes. Yields nothing on a rank that does not write.
+    The ranks of each group that `writers_of` returns write one copy of the file together; without `shared_writes`, the
+    first rank of the group writes alone. If replicas may differ, only the first of all `ranks` writes. Yields nothing
+    on a rank that does not write.
     """
     alike = not any(map(_may_differ, request.tensors))
     for members in writers_of(ranks) if alike else [tuple(ranks[:1])]:

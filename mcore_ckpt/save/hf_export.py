@@ -1,7 +1,7 @@
 """Exports the HuggingFace model of a save, from the files that the ranks have just written.
 
 A HuggingFace file has whole tensors, but a rank has only slices. Once the files of all ranks are on the disk, each rank
-reads from these files what it needs to write some of the `.safetensors` files. So no tensor is gathered over the
+reads from these files what it needs to write its share of the `.safetensors` files. So no tensor is gathered over the
 network. `mcore-ckpt merge` exports the same model, but from a committed checkpoint; this export runs just before the
 commit.
 """
@@ -76,7 +76,7 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     _check_config(trainer, described)
     described = _with_vocabulary(trainer, described, {shard.key.name: shard.region.global_shape for shard in model})
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
-    # A HybridModel has attention and MLP in separate layers, so its layers have other numbers.
+    # A HybridModel has attention and MLP in separate layers, so its layers have other numbers than in the table.
     counterparts = find_counterparts(trainer.layers, layers_of(wanted))
     if counterparts.layer_mismatch is not None:
         raise CheckpointMismatchError(
@@ -177,8 +177,8 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
     """Returns this rank's part of a lower bound on the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
     The weights are the model's tensors without the padding of the vocabulary. Tensors that are stored twice count once.
-    Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written. `owned` are the
-    plans of the files that this rank owns.
+    Adapters add nothing, because they are merged into the weights. But with `skip_frozen`, only the adapters count,
+    because only they are written. `owned` are the plans of the files that this rank owns.
     """
     return sum(
         _least_part(trainer, write, _most_holders(trainer.topology, plan.request.kind, write.key.name))
@@ -220,8 +220,8 @@ def described_model(trainer: Trainer) -> HfModel:
 
 
 def _with_vocabulary(trainer: Trainer, model: HfModel, shapes: Mapping[str, Sequence[int]]) -> HfModel:
-    """Returns the model with a row for each token of the tokenizer, even if `hf_config` has fewer."""
-    # A pipeline stage may have only the embedding, or only the head.
+    """Returns the model with a row for each token of the tokenizer, even if `hf_config` has fewer rows."""
+    # Look at the embedding and at the head, because a pipeline stage may have only one of the two.
     rows = [found_as(name, shapes) for name in (model.architecture.table.mcore + MCORE_EMBEDDING, model.mcore_head)]
     tokens = max(trainer.config.vocab_size or 0, tokens_of(trainer.processing_class) or 0)
     return with_tokens(model, max((shapes[name][0] for name in rows if name), default=0), tokens or None)

@@ -112,7 +112,7 @@ def _record(rank: int, file: FileReport, holds: Mapping[str, Holds]) -> FileReco
 
 
 def _common_step(optimizer: int, by_rank: Sequence[float | int | None]) -> float | int | None:
-    """Returns the step of one chained optimizer.
+    """Returns how many steps one chained optimizer has done.
 
     A rank that owns none of the optimizer's parameters has reported None.
     """

@@ -226,7 +226,7 @@ def _delete(folders: Sequence[Path]) -> None:
 
 
 def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_root: Callable[[], object]) -> None:
-    """Makes the tracker of the root name a step that the nodes have committed. Only rank 0 calls it.
+    """Writes the number of a step into the root's tracker after the commit on the nodes. Only rank 0 calls it.
 
     If a trainer names its folders itself, it resumes from the step that the tracker names, provided that a folder of
     that step exists (`role_dir`). `recover` and `load` need no tracker. So if this package names the folders, the
@@ -238,7 +238,7 @@ def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_ro
     try:
         check_root()
         status = replace(step_status(tier.role_dir(step).parent), in_node_folder=True)
-        if status.is_complete:  # not while another role's commit is still to come
+        if status.is_complete:  # while another role's commit is still to come, the tracker stays
             make_folder(step_path)
             tracker.write_tracker(trainer.root, step)
     except (OSError, CheckpointError) as error:

@@ -167,7 +167,7 @@ class PartFiles:
     def close(self) -> None:
         """Stops the writing, and drops the references to the trainer's objects."""
         self.stop()
-        if self._note in self._notes:  # the save has failed on this rank, but may be committed nevertheless
+        if self._note in self._notes:  # the save has failed on this rank, but may be committed, so end its links
             with suppress(HungDiskError):
                 self._runner.start(self._end_links).wait(deadlines.DISK_PATIENCE_S, deadlines.DISK_PATIENCE_S)
         self._contents, self._written, self._work = {}, [], None
@@ -209,7 +209,7 @@ class PartFiles:
                 return _content_of(name, partial(_without_exits, name, function))
 
         calling = self._runner.start(call)
-        # This waits a little longer than the watch of the disk, so that the watch is the first to notice a hung disk.
+        # Wait a little longer than the watch of the disk, so that the watch is the first to notice a hung disk.
         if not calling.wait(total_s=timeout_s + deadlines.EXTRA_WAIT_S):
             calling.give_up()
             raise CommitError(
@@ -259,7 +259,8 @@ class _Written:
     Attributes:
         name: the part's name.
         files: its files.
-        sizes: the sizes of the files that have taken disk space, by path. Links to files of the trainer take none.
+        sizes: the sizes in bytes of the files that take disk space, by path. Links to files of the trainer take no
+            space.
         source: the file or folder that the trainer has named; None if the trainer has named no file or folder.
         folders: the folders in the source.
         links: the files of the source that have a second name in the checkpoint, each with that name.

@@ -209,7 +209,7 @@ def _is_step_of(path: Path, root: Path) -> bool:
 
 
 def _is_in_checkpoint(path: Path) -> bool:
-    """True if a path is a checkpoint or is in one, below any root or in a store of files."""
+    """True if a path is a checkpoint or is in a checkpoint, below any root or in a store of files."""
     return any(_is_checkpoint(place) for place in (path, *path.parents))
 
 

@@ -98,7 +98,7 @@ class SavePlan:
     copies: HostCopies = field(default_factory=dict)
 
     def with_own_weights(self, files: Iterable[int]) -> SavePlan:
-        """Allocates host memory for each weight of these files that is made from main parameters.
+        """Returns the plan with host memory for those weights in `files` that are made from main parameters.
 
         Files that are written in place need this memory until they are written. In other files, these weights have
         memory only in the file's image.

@@ -161,7 +161,7 @@ class RankFiles:
             self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
 
     def _complete_weights(self) -> _native.DeviceEvent | None:
-        """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
+        """Gathers the weights that this rank has only in part, if the model is saved. All ranks call it together.
 
         Weights that are made from main parameters are copied as they are made, because all these weights together would
         need too much memory. Returns the event after the last copy.
@@ -319,7 +319,7 @@ class RankFiles:
         """Returns this rank's CRCs, which rank 0 compares with the CRCs of other ranks."""
         # Samples from a GPU were queued before the copies of tensors. These copies have been written, so the samples
         # have arrived, too. But a rank that copies no tensors, or only weights that were made before the samples were
-        # queued, has not waited for the samples.
+        # queued, has not waited for the samples. So its samples from a GPU are left out.
         has_arrived = self._reads_gpu
         return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 

@@ -155,7 +155,7 @@ class TensorNames:
     def receive(self, names: Mapping[str, str]) -> None:
         """Adds names that a rank has sent. Only rank 0 calls it."""
         for digest, text in names.items():
-            # Tensor-parallel ranks send the same names.
+            # Unpack each list only once, because tensor-parallel ranks send the same names.
             if digest not in self._received:
                 self._received[digest] = _unpacked(text)
 
@@ -286,7 +286,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @staticmethod
     def of(record: Record) -> RankReport:
-        """Reads a record that a rank has made with `to_record`. Raises CommitError if it is something else."""
+        """Reads a record that a rank has made with `to_record`. Raises CommitError if the record is something else."""
         try:
             text = str(record.get(_REPORT)).encode()
             json_bounds.check(text, json_bounds.MESSAGES)

@@ -170,7 +170,7 @@ def _find_old_steps(context: SaveContext, saving: Saving) -> OldSteps | None:
     committed.
     """
     role_dir, step, policy = saving.role_dir, saving.step, saving.policy
-    with suppress(OSError):  # the next save does this
+    with suppress(OSError):  # the next save tries this again
         for head in heads_at(role_dir):
             context.history.in_root(head)
             if policy is not None and len(head.roles) > 1:

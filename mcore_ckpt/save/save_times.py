@@ -129,7 +129,7 @@ class SaveTimes:
         return SaveReport(step, path, 0, seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0)
 
     def in_us(self) -> dict[str, Span]:
-        """Returns `spans` in microseconds since the call of `save`, the form that the manifest has."""
+        """Returns `spans` in microseconds since the call of `save`, as in the manifest."""
         spans = self.spans(time.perf_counter())
         return {part: (_us(start - self._called), _us(end - self._called)) for part, (start, end) in spans.items()}
 

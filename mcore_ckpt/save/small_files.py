@@ -47,7 +47,7 @@ class SmallFiles:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes in bytes of the small files, by path.
 
-        The optimizers' steps are not in `common` yet, but they add only a few bytes to its file.
+        The optimizers' steps are not in `common` yet, but they add only a few bytes to `common.pt`.
         """
         sizes = {path: len(data) for path, (_, data) in self._files.items()}
         return sizes | ({file_names.COMMON_FILE: len(pickle_unchecked(self.common))} if self.common else {})
@@ -92,7 +92,7 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
 
 
 def read_steps(trainer: Trainer) -> list[float | int | None]:
-    """Returns the number of steps of each chained optimizer.
+    """Returns how many steps each chained optimizer has done.
 
     Raises UnsupportedError if the parameters of one optimizer have done different numbers of steps.
     """
