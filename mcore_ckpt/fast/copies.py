@@ -127,7 +127,10 @@ class Copies:
         self._complete.add(attempt)
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
-        """Waits until no copies, or no copies of `step` if given, are under way or queued. Raises TimeoutError."""
+        """Waits until no copies are under way or queued; if `step` is given, waits only for the copies of `step`.
+
+        Raises TimeoutError.
+        """
         deadline = deadline_after(timeout)
         with self._lock:
             pending = [each.handle for each in self._pending]

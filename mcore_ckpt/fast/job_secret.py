@@ -51,7 +51,7 @@ class SecretOffer:
     """Tells the ranks where they find the secret. Rank 0 makes the offer, and sends it through the key-value store.
 
     Attributes:
-        nonce: makes the secrets of several trainers of one job different.
+        nonce: makes the secrets different if one job has several trainers.
         check: lets a rank check that its secret is the right one.
         path: the file that has the secret; None without a file.
         text: the secret itself, in hexadecimal digits; None if the secret comes from a file or from the user.

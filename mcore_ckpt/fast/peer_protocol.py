@@ -4,8 +4,9 @@
     client     32 random bytes (its challenge), 32 bytes: the client's proof
     server     32 bytes: the server's proof. If the client's proof is wrong: zeros, and the connection ends
 
-A proof is the HMAC-SHA256 of the side's name and both challenges, with the secret as key. So the secret is never sent,
-and a proof is of no use in another connection. Then any number of requests and answers follow on the connection:
+A proof is the HMAC-SHA256 of the side's name ("client" or "server") and both challenges, with the secret as key. So the
+secret is never sent, and a proof is of no use in another connection. Then any number of requests and answers follow on
+the connection:
 
     request    {"verb": ..., "path": ..., "start": ..., "stop": ...}  newline
     answer     one byte (0: here it is, 1: there is no such file, 2: refused), 8 bytes (length, big-endian), the bytes

@@ -148,7 +148,7 @@ class PeerServer:
         client = _Client(connection)
         with self._lock:
             self._clients[client] = None
-        if self._is_closed():  # `close` may have looked at the connections before this one was there
+        if self._is_closed():  # `close` may have looked at the connections before this connection was there
             self._drop(client)
             return
         try:

@@ -83,7 +83,7 @@ class NodeTier:
 
     @property
     def is_lead(self) -> bool:
-        """True on the rank that does what has to be done once on this node."""
+        """True on the node's lead, the rank that does the work that is done once per node."""
         return self.server is not None
 
     @property
@@ -170,7 +170,7 @@ class NodeTier:
             self.server.close()
 
     def close(self) -> None:
-        """Closes the server and all connections, and gives the lock up."""
+        """Closes the server and all connections, and releases the lock."""
         self.stop_serving()
         for peer in self._peers.values():
             peer.close()
@@ -254,7 +254,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
             server.close()
         raise
     finally:
-        for offer in offers:  # on rank 0
+        for offer in offers:  # only rank 0 has an offer
             offer.remove()
     at = [replace(node, address=address) for node, address in zip(nodes.all, told["at"], strict=True)]
     return NodeTier(

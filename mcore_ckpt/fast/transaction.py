@@ -224,7 +224,7 @@ def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
         if file.rank in own or file.index is None:
             continue
         try:
-            read_entries(staging, file)  # The index has the CRCs of all tensors.
+            read_entries(staging, file)  # this checks only the index, but the index has the CRCs of all tensors
         except CheckpointCorruptError as error:
             logger.warning("%s: is removed, because replicas on other nodes have other bytes: %s", staging, error)
             (staging / file.path).unlink()
