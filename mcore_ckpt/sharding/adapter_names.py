@@ -59,7 +59,7 @@ _ONLY_IN_PEFT = re.compile(r"\.(?:lora_\w+|modules_to_save|original_module)\.")
 
 
 class PeftMatrix(NamedTuple):
-    """A, [rank, columns], or B, [rows, rank], of an adapter in the layer `module`, which PEFT has wrapped."""
+    """The matrix A ([rank, columns]) or B ([rows, rank]) of an adapter in `module`, a layer that PEFT has wrapped."""
 
     module: str
     is_a: bool

@@ -1,6 +1,6 @@
 """Places tensors on pipeline ranks by name (megatron-core 0.16.1), and divides tensors and work evenly by size.
 
-Tools use this module, because they have no live model, which would know the places of its tensors.
+Tools use this module, because they have no live model that could tell the places of its tensors.
 """
 
 from __future__ import annotations

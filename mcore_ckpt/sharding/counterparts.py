@@ -42,7 +42,7 @@ _VARIANTS = (
     ("mlp", "mlp.router.", "experts"),
 )
 _DECODER = "decoder"
-# Patterns of published hybrid models repeat after 8 layers or fewer.
+# Patterns of published hybrid models repeat after 8 layers or fewer, so `describe` looks for no longer periods.
 _LONGEST_PERIOD = 8
 
 # Maps the beginning of the names of a layer's tensors ("decoder.layers.3") to the layer's parts, in the order in which
@@ -94,7 +94,7 @@ def decoder_layers(layers: Layers) -> Layers:
 
 @dataclass(frozen=True)
 class Counterparts:
-    """The layer of a stored model for each part of each layer of a wanted model.
+    """For each part of a wanted model's layers, the stored model's layer that has this part.
 
     Attributes:
         stored: maps (wanted layer, part) to the stored layer that has the part. The part is attention, mlp or mamba.

@@ -1,6 +1,6 @@
 """Derives from a tensor's name how tensor parallelism cuts the tensor (megatron-core 0.16.1).
 
-Tools and readers use this module, because they have no live model, which would know how its tensors are cut.
+Tools and readers use this module, because they have no live model that could tell how its tensors are cut.
 """
 
 from __future__ import annotations

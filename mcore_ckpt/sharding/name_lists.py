@@ -188,7 +188,7 @@ def _found(alike: _Alike) -> _Found:
 
 
 def _named(pattern: str, rows: Mapping[Numbers, Collection[int]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields the names that each item of `rows` (see `_Found`) stands for, and their keys of natural order."""
+    """Yields the names that each item of `rows` (see `_Found`) stands for, and the `natural_order` of each name."""
     if _ANY not in pattern or pattern.startswith(_AS_IT_IS):
         name = pattern.removeprefix(_AS_IT_IS)
         yield [name], [natural_order(name)]

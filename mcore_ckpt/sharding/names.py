@@ -115,7 +115,7 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 _NUMBER = re.compile(r"\d+")
-# A character that sorts before all characters of names, and one that sorts after them.
+# A character that sorts before all characters of names, and a character that sorts after all of them.
 _LOWEST, _HIGHEST = "\0", "\U0010ffff"
 
 

@@ -95,7 +95,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a global tensor: a flat range of a local tensor, which consists of pieces of the global tensor.
+    """A part of a global tensor: a flat range of a local tensor that consists of pieces of the global tensor.
 
     Most local tensors consist of one piece. Fused gate/up weights under TP consist of two pieces: rank r holds
     `[gate_r; up_r]` of `[gate; up]`. `flat` is the range `[start, stop)` in elements of the row-major local tensor.

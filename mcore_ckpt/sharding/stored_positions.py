@@ -15,7 +15,7 @@ Keys = tuple[Any, ...]
 
 
 def is_record(value: Any) -> bool:
-    """True for a position as it is stored."""
+    """True for a stored position."""
     return isinstance(value, Mapping) and MARK in value
 
 

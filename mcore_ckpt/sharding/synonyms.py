@@ -33,13 +33,13 @@ _LOCAL = {fused: local for local, fused in _NORMS}
 
 # Modules whose names differ between versions or models. The canonical name is the key in megatron's own checkpoints.
 _CANONICAL = (
-    # The module with the layer of one depth of multi-token prediction. megatron-core 0.17 renamed this module
+    # The module that holds the layer for one depth of multi-token prediction. megatron-core 0.17 renamed this module
     # (MultiTokenPredictionLayer). In a HybridModel the module is a stack of layers, and has always had the newer name.
     (
         re.compile(r"((?:.*\.)?mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.|final_norm\.)(.+)"),
         r"\1transformer_layer.\2",
     ),
-    # The convolution of a MambaMixer was a module until 0.18, and is a parameter of the mixer since 0.19.
+    # The convolution of a MambaMixer was a module until 0.18, and has been a parameter of the mixer since 0.19.
     (re.compile(r"((?:.*\.)?mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
 )
 # The last norm: GPTModel calls it `final_layernorm`, MambaModel and HybridModel call it `final_norm`. A checkpoint has
@@ -110,7 +110,7 @@ def in_local_spec(name: str) -> str:
 def found_as(name: str, names: Container[str]) -> str | None:
     """Returns `name` or the first of its synonyms that is in `names`. Returns None if `names` has none of them.
 
-    The synonyms include names under another program's prefix: a GPTModel finds its tensors in the checkpoint of a
+    The synonyms include names under another program's prefix, so a GPTModel finds its tensors in the checkpoint of a
     vision-language model.
 
     Example:

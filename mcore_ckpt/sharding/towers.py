@@ -1,8 +1,8 @@
 """Tells apart, by name, the language model and the vision tower of a vision-language model.
 
-Megatron-Bridge and mbridge keep the language model as `language_model` and the tower as `visual`, `vision_model` or
-`vision_tower`, both in one module. ROLL keeps the language model's own modules next to the tower, without a prefix. A
-tower is on the first pipeline stage, with the embedding, so the pipeline does not cut its layers.
+In Megatron-Bridge and mbridge, one module has the language model as `language_model` and the tower as `visual`,
+`vision_model` or `vision_tower`. ROLL keeps the language model's own modules next to the tower, without a prefix. A
+tower is on the first pipeline stage, with the embedding, so the pipeline does not cut the tower's layers.
 """
 
 from __future__ import annotations
