@@ -1,6 +1,6 @@
 """Brings copies of committed steps of the fast tier to other nodes, while the training continues.
 
-Each node's lead fetches the files that its node should have, from the nodes that have written these files. One step is
+Each node's lead fetches the files that its node should have, from other nodes that have these files. One step is
 fetched at a time. If several steps are committed meanwhile, only the newest of these steps is fetched next, because
 copies of the older steps would soon be useless.
 """
@@ -212,7 +212,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why some cannot be fetched, else None."""
+        """Fetches the files that this node should have but lacks. Returns why a file is missing, None if none is."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -230,7 +230,7 @@ class Copies:
         return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
 
     def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
-        """Fetches a file from the first node that sends it intact. If no node does, returns why, else None."""
+        """Fetches a file from the first node that sends it intact. Returns why no node does, None if a node does."""
         assert manifest.placement is not None
         file = manifest.files[position]
         problem = f"{file.path}: no other node has this file"

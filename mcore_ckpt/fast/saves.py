@@ -86,8 +86,8 @@ class FastSaves:
     def plan_durable(self) -> tuple[bool, int]:
         """Returns whether the next save also goes to the root, and how many saves have begun, counting the next save.
 
-        All roles choose the same steps, because each role counts its saves. If a save of one role or its copy to the
-        root fails, that role saves its next step to the root instead, and goes on counting.
+        All roles choose the same steps, because each role counts its saves. If a role's save or the copy of this save
+        to the root fails, the role saves its next step to the root instead, and goes on counting.
         """
         every, count = self.tier.config.durable_every, self.save_count + 1
         if every is not None and self.next_is_durable is not None:

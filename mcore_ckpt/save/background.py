@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 # How many recent saves are remembered. The next save is expected to take no longer than the slowest of these saves.
 _REMEMBERED = 5
-# A wait for a copy to the root looks at this interval, in seconds, whether the machine is about to be taken away.
+# During a wait for a copy to the root, the time between two checks whether the machine is about to be taken away
+# (seconds).
 _LOOK_S = 0.2
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits

@@ -220,8 +220,8 @@ def _is_checkpoint(folder: Path) -> bool:
     try:
         read_manifest_summary(folder)
     except (CheckpointNotFoundError, CheckpointCorruptError):
-        # The step's folder is `folder` itself, its parent (of a role's folder), or its parent's parent (of an uploaded
-        # attempt).
+        # The step's folder is `folder` itself, or one level above a role's folder, or two levels above an uploaded
+        # attempt.
         steps = (folder, *folder.parents[:2])
         return any(file_names.parse_step(place.name) is not None for place in steps)
     return True
