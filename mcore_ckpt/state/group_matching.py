@@ -134,7 +134,7 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which saved group is chosen for a live group.
+    """The saved group that is chosen for a live group.
 
     Attributes:
         number: the number of the saved group; None if none is chosen.
@@ -226,10 +226,11 @@ def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[Sav
 def settings_of_moments(
     live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """Returns the saved group whose optimizer settings count for a live group that has no counterpart.
+    """Returns the saved groups whose optimizer settings count for live groups that have no counterpart.
 
     The result has the number of the saved group, by key of the live group. The moments of the live group's members were
-    made with these settings. A live group is left out if its members come from saved groups with different settings.
+    made with the settings of this saved group. A live group is left out if its members come from saved groups with
+    different optimizer settings.
     """
     return {
         group.key: min(group.found_in)
@@ -290,7 +291,7 @@ def replacements(
 
 
 def kept(live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]) -> list[str]:
-    """Describes the groups with members that keep the run's rates, and tells why they keep them."""
+    """Describes the groups that have members and keep the run's rates, and tells why."""
     left = (group for group in live if group.has_members and found[group.key] is None)
     return [f"{group.describe()}{_why_kept(group, _origins(group, saved))}" for group in left]
 

@@ -40,7 +40,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module.
 
-    HuggingFace's `PeftModel` has no `module`, but returns the model from `get_base_model`. Layers that PEFT has wrapped
+    HuggingFace's `PeftModel` has no `module`, so its model comes from `get_base_model()`. Layers that PEFT has wrapped
     stay wrapped.
     """
     while (inner := _inside(chunk)) is not None:
@@ -121,7 +121,8 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
         # Since 0.17, layer-wise optimizers without a parameter layout overlap the gathering even without
-        # use_distributed_optimizer. In 0.16, such optimizers ignore overlap_param_gather, and gather in their step.
+        # use_distributed_optimizer. In 0.16, all layer-wise optimizers ignore overlap_param_gather, and gather in their
+        # step.
         overlaps = getattr(config, "overlap_param_gather", False) and _gathers_layers(chunk)
         if config is not None and (config.use_distributed_optimizer or overlaps):
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -134,7 +135,7 @@ def _gathers_layers(chunk: Any) -> bool:
 def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
     """Returns True if parameters and gradients share memory, so that the next backward pass overwrites parameters.
 
-    In DistributedDataParallel (0.16.1) they share memory if `reuse_grad_buf_for_mxfp8_param_ag` is set.
+    DistributedDataParallel (0.16.1) shares this memory if `reuse_grad_buf_for_mxfp8_param_ag` is set.
     """
     for chunk in chunks:
         for buffer in ddp_buffers(chunk):
@@ -146,7 +147,7 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 def forget_caches(chunks: Sequence[torch.nn.Module]) -> None:
     """Drops values that modules have computed from the old weights, after a load has replaced the weights.
 
-    MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes it anew only after a call of `train()`.
+    MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes this value anew only after a call of `train()`.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -180,7 +181,7 @@ def chunk_layers(chunk: torch.nn.Module) -> StageLayers:
 
 
 def chunk_names(module: torch.nn.Module) -> ChunkNames:
-    """Reads, from the modules of an unwrapped chunk, the numbers that make the names of its tensors global.
+    """Reads an unwrapped chunk's layer and expert numbers, which make the names of the chunk's tensors global.
 
     `layer_number` starts at 1 and counts over the whole model, however megatron splits the layers. The position in the
     ModuleList starts at 0 in each chunk. The layers of a vision tower are numbered by their positions, because the
@@ -200,7 +201,7 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
-    """Returns which parts this rank's layers have, as JSON values. Only one rank of each stage returns any.
+    """Returns which parts this rank's layers have, as JSON values. All ranks of a stage except one return empty lists.
 
     `whole_layers` joins the records of all ranks. The record also lists the parameters that are in no numbered layer.
     """
@@ -231,7 +232,7 @@ def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
     seen: dict[ShardKey, str] = {}
     for number, chunk in enumerate(chunks):
         for shard in _read_chunk(unwrap(chunk)):
-            # If another chunk of this rank has a tied copy of a tensor, the copy is loaded, but not stored.
+            # A tied copy of a tensor in another chunk of this rank is allowed: the copy is loaded, but not stored.
             if shard.key in seen and not shard.replica:
                 raise UnsupportedError(f"tensor {shard.key} is in chunk {seen[shard.key]} and again in chunk {number}")
             seen.setdefault(shard.key, str(number))
@@ -262,9 +263,9 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
-    Any other shard is returned unchanged. The frameworks give some tensors of adapters a region that does not match the
-    weight: Megatron-Bridge does so where it permutes rows (see `permuted_in_bridge`). For B of `linear_fc1`, ROLL
-    (2026-08) ignores that the weight has two halves.
+    Any other shard is returned unchanged. Megatron-Bridge and ROLL give some tensors of adapters a region that does not
+    match the weight. Megatron-Bridge permutes rows (see `permuted_in_bridge`). ROLL (2026-08) places the rows of B of
+    `linear_fc1` as if the weight did not have two halves.
     """
     if (matrix := peft_matrix(local_name)) is not None:
         return _cut_like_weight(shard, sharded, matrix)
@@ -372,10 +373,10 @@ def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None
 def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     """Returns the correct `sharded_state_dict` of a stage with a copy of the first stage's embedding.
 
-    `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
-    multi-token prediction, or its own process groups. The modules of this stage still know the places of their tensors.
-    With multi-token prediction, the stage has an output layer whose weight nothing uses. This weight counts as another
-    copy of the embedding.
+    `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails on a later stage with tied embeddings if the stage has
+    layers of multi-token prediction, or if the model has its own process groups. The modules of this stage still know
+    the places of their tensors. With multi-token prediction, the stage has an output layer whose weight nothing uses.
+    This weight counts as another copy of the embedding.
     """
     from megatron.core.transformer.module import MegatronModule
 
@@ -445,7 +446,7 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
 
 
 def _is_shared_by_experts(sharded: Any) -> bool:
-    """Returns True for an adapter that all experts share. Megatron-Bridge (0.6) keeps it equal on all ranks.
+    """Returns True for an adapter that all experts share. Megatron-Bridge (0.6) keeps this adapter equal on all ranks.
 
     Bridge's factory (`_apply_expert_axis_factory`) lists the same tensor once for each expert of the rank.
     """

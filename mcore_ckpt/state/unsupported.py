@@ -96,8 +96,8 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
 def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
     """Refuses InferenceGroupedMLP (0.17) in training, and after its first forward.
 
-    The first forward makes one tensor of all experts' weights, and makes the parameters parts of this tensor. So the
-    model no longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
+    The first forward makes one tensor of all experts' weights, and turns the parameters into views of this tensor. So
+    the model no longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
     """
     if type(module).__name__ != "InferenceGroupedMLP":
         return
@@ -338,7 +338,8 @@ def _refuse_quantized(part: OptimizerPart) -> None:
             f"quantized weights are not supported in optimizer {type(part.megatron).__name__}: use DistributedOptimizer"
         )
     if part.has_model_ranges:
-        # In this case only the optimizer writes the bytes and scales of weights, and only in a step.
+        # In this case only a step of the inner optimizer writes the bytes and scales of weights, so a load could not
+        # make the weights from main parameters.
         config = part.megatron.config
         settings = ("fp8_recipe", "optimizer_cpu_offload", "main_params_dtype")
         given = ", ".join(f"{name}={getattr(config, name, None)}" for name in settings)

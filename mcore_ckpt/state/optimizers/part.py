@@ -158,7 +158,10 @@ class OptimizerPart:
         return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
-        """Returns a DistributedOptimizer's groups: model parameters, main parameters, and True if these are views."""
+        """Returns a DistributedOptimizer's groups.
+
+        Each entry has model parameters, their main parameters, and True if the main parameters are views.
+        """
         owner = self.megatron
         fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
         if self.has_model_ranges:
@@ -259,7 +262,7 @@ class OptimizerPart:
     # -- after a load --------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Updates everything, except the model, that follows from the main parameters and the state."""
+        """Updates everything that follows from the main parameters and the state, except the model."""
 
     @property
     def changes_model(self) -> bool:
@@ -328,7 +331,7 @@ def write_steps_of(inner: Any, step: float | int | None) -> None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    # Otherwise a TorchFunctionMode, such as a profiler's, would be called for each of thousands of tensors.
+    # Without this context, a TorchFunctionMode, such as a profiler's, would be called for each of thousands of tensors.
     with torch._C.DisableTorchFunction():
         tensors = [step for step in steps if isinstance(step, torch.Tensor)]
         numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
@@ -341,7 +344,7 @@ def _numbers(steps: Sequence[Any]) -> set[float | int]:
 
 
 def read_step(part: OptimizerPart) -> float | int | None:
-    """Returns the number of steps that a part has done on this rank, or None if it has done none here.
+    """Returns the number of steps that a part has done on this rank; None if the part has done no step on this rank.
 
     Raises UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore, or
     the number is not finite.
