@@ -84,8 +84,8 @@ def load_state(
         failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
         verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
         tier: this rank's part of the fast tier; None without one.
-        loaded: a function to call once a native checkpoint is loaded, with the checkpoint's manifest, and with its
-            folder or URL.
+        loaded: a function to call once a native checkpoint is loaded, with two arguments: the checkpoint's manifest,
+            and the checkpoint's folder or URL.
         check_extra: see `CheckpointManager.load`.
 
     Raises:
@@ -158,7 +158,8 @@ def _find_together(
     held: list[HeldRole] = []
 
     def work() -> Record:
-        # Planning reads values from the GPU, and torch would wait for these values without a deadline.
+        # Wait for the GPU within the agreement's timeout. Planning reads values from the GPU, and torch would wait for
+        # these values without a deadline.
         wait_for_gpu(trainer.agreement.timeout_s)
         held.extend(own_held(tier))
         loaded = {part.name: part.is_optional for part in trainer.parts if part.load is not None}
@@ -185,7 +186,7 @@ def _find_together(
 
 
 def _check_parts(trainer: Trainer, foreign: Path | None, needed: Sequence[str]) -> None:
-    """Refuses a load that would leave out parts, on rank 0.
+    """Refuses a load that would leave out parts. Only rank 0 calls this function.
 
     Args:
         trainer: this rank's trainer.
@@ -280,8 +281,8 @@ def _final(
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
-    # The step in `last_resort` is older than the first step that was tried. It may be newer than the last step that was
-    # tried, if that one is pinned.
+    # The step in `last_resort` is older than the first step that was tried. If the last step that was tried is pinned,
+    # the step in `last_resort` may be newer than that last step.
     left = f"\n  not tried: {last_resort}" if last_resort else ""
     # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older checkpoint is
     # intact and only does not fit.
@@ -388,7 +389,7 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 def _make_consistent(trainer: Trainer, always: bool = False) -> None:
     """Makes the model and the main parameters agree if only one of them was loaded.
 
-    All ranks call it.
+    All ranks call this function.
 
         loaded                                      made consistent by setting
         model alone                                 main parameters from the model

@@ -105,7 +105,7 @@ class LoadPlan:
         return [number for number, part in enumerate(self.parts) if part.other_moments is not None]
 
     def with_new_moments(self, numbers: Collection[int]) -> LoadPlan:
-        """Returns the plan in which these chained optimizers take over only main parameters."""
+        """Returns the plan in which the chained optimizers with these numbers take over only main parameters."""
         if self.common is None or not numbers:
             return self
         parts = tuple(part.with_new_moments() if n in numbers else part for n, part in enumerate(self.parts))

@@ -33,7 +33,7 @@ def plan_fill(
 
 
 def describe_rounding(kind: str, stored: torch.dtype, kept: torch.dtype, scaled: bool) -> str | None:
-    """Says how values of one dtype are rounded if they are kept in another dtype; None if they are not rounded."""
+    """Returns a text on how values of one dtype are rounded to another dtype; None if no value is rounded."""
     if not scaled and _is_exact(stored, kept):
         return None
     return f"{kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(kept)}"
