@@ -21,12 +21,12 @@ class HandOver:
 
     No byte is copied if the file system can share blocks or supports links.
 
-    The file or folder is removed when the save has been committed. If the process dies just before that, the next start
-    of a manager removes the files that are linked to the step, but no files that were copied or share blocks with it.
-    If the save fails, all files stay. Nobody may change them after the call of `save`, because until it is removed, a
-    link may make a file one with that of the step. Everyone who may read the step may read the files that are given
-    away, even if these files were closed to others before. If a file has a second name elsewhere, it keeps its mode
-    under that name: if the mode in the step must differ, the file's bytes are copied.
+    The file or folder is removed when the save has been committed. If the process dies just before the removal, the
+    next start of a manager removes the files that are linked to the step, but no files that were copied or share blocks
+    with the step. If the save fails, all files stay. Nobody may change the files after the call of `save`: a file may
+    be linked to the step until the file is removed, and a change would damage the step. Everyone who may read the step
+    may read the files that are given away, even if these files were closed to others before. If a file has a second
+    name elsewhere, the file keeps its mode there: if the step needs another mode, the file's bytes are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains one.
@@ -46,7 +46,7 @@ class SavedPart:
         world_size: the number of ranks that saved the step.
         ranks: the ranks that saved something for this part, ascending. The training may have more or fewer ranks now.
         loading: the number of ranks that load the step; None: as many as saved it.
-        asked: the ranks whose files `folder` and `read` have been asked for.
+        asked: the ranks whose files have been asked for with `folder` or `read`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The fields of param groups: which fields distinguish groups, and whether a load keeps the run's or the saved value.
 
-`FIELDS` lists them. The table in `docs/how_to/resume.md` has the same rows, and explains each field.
+`FIELDS` lists the fields. The table in `docs/how_to/resume.md` has the same rows, and explains each field.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ FIELDS: dict[str, GroupField] = {
     **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), GroupField("schedule")),
     **dict.fromkeys(("lr", "weight_decay"), GroupField("rate")),
     **dict.fromkeys(("betas", "eps", "momentum"), GroupField("optimizer")),
-    # Since 0.16, `is_decoupled_lr` is False even for a group with `decoupled_lr`, which has its own `max_lr`.
+    # Since 0.16, `is_decoupled_lr` is False even for a group with `decoupled_lr`. The group's own `max_lr`
+    # distinguishes it from other groups.
     **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), GroupField("mark", False)),
     **dict.fromkeys(("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay"), GroupField("class")),
     **dict.fromkeys(("differentiable", "foreach", "fused", "maximize"), GroupField("class")),
@@ -152,7 +153,7 @@ def _spelling(group: Group, key: str) -> str:
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
     live = group.get(key)
     if isinstance(live, torch.Tensor):
-        # A captured graph reads the rate from this very tensor (`optimizer_cuda_graph`, 0.19).
+        # Keep the tensor, because a captured graph reads the rate from it (`optimizer_cuda_graph`, 0.19).
         live.fill_(float(value))
     elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
         group[key] = value.item()

@@ -14,8 +14,8 @@ from mcore_ckpt.state.model import language_model_of, unwrap
 
 # The number of rotary frequencies to keep, evenly spaced. Eight are enough to distinguish any two kinds of scaling.
 _FREQUENCIES = 8
-# `RotaryEmbedding._apply_scaling` (0.16 to 0.19) divides frequencies by the whole factor if their wavelength is
-# longer than this.
+# `RotaryEmbedding._apply_scaling` (0.16 to 0.19) divides a frequency by the whole factor if its wavelength is longer
+# than this number of positions.
 _LLAMA3_WAVELENGTH = 8192
 
 

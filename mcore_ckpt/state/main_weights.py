@@ -5,15 +5,15 @@ weights are made in this way, for two reasons. When megatron (0.16) gathers quan
 the work that has to follow the gathering. And with `reuse_grad_buf_for_mxfp8_param_ag`, megatron would gather
 gradients.
 
-Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
-piece consists of the same part of each rank's shard of a bucket. So one `all_gather` makes a piece for any number of
-ranks, even if a bucket is the whole model. Each piece is copied to its places in the host images before the next piece
-overwrites its memory (`save/capture.py`). On a GPU the trainer's stream waits for that copy, but the host does not. In
-the plan, tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails
-goes on gathering, because the other ranks wait for its part. Files without a host image are written straight from
-tensors, so the weights of such files are kept in host memory until they are written. The gathering is needed: without
-it, each rank would write only its own elements, and the files of a stage would consist of thousands of pieces from all
-ranks. But each rank can write only one range of a file.
+Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU.
+Each data-parallel rank owns a shard of a bucket, and a piece consists of the same range of elements of every shard. So
+one `all_gather` makes a piece for any number of ranks, even if a bucket is the whole model. Each piece is copied to its
+places in the host images before the next piece overwrites its memory (`save/capture.py`). On a GPU the trainer's stream
+waits for that copy, but the host does not. In the plan, tensors without memory (`meta`) stand for the weights, and the
+capture skips these tensors. A rank whose copy fails goes on gathering, because the other ranks wait for its part. Files
+without a host image are written straight from tensors, so the weights of such files are kept in host memory until they
+are written. Without the gathering, each rank would have only its own elements, and the files of a stage would consist
+of thousands of pieces from all ranks. But each rank can write only one range of a file.
 """
 
 from __future__ import annotations
@@ -280,15 +280,15 @@ def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     if quantized:
         from megatron.core.fp8_utils import post_all_gather_processing
 
-        # With overlap_param_gather, megatron (0.16) omits this call after a gathering with `force_sync`. A second call
-        # changes nothing.
+        # With overlap_param_gather, megatron (0.16) omits this call after a gathering with `force_sync`. If megatron
+        # has made the call, a second call changes nothing.
         post_all_gather_processing(quantized)
 
 
 def _write_each(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Writes the weights bucket by bucket.
 
-    Megatron would gather them in the memory of gradients. This function uses separate memory instead.
+    Megatron would gather the weights in the memory of gradients. This function uses separate memory instead.
     """
     mains = _mains_by_parameter(optimizer)
     trained = {id(each) for chunk in chunks for each in chunk.parameters() if each.requires_grad}

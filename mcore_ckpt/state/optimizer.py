@@ -1,6 +1,6 @@
 """Turns optimizers into named shards, and writes saved state back.
 
-Names and regions come from the model. The optimizer adds the flat range of each parameter that this rank owns. A new
+Names and regions come from the model. For each parameter, the optimizer adds the flat range that this rank owns. A new
 class of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of
 optimizer keeps its state.
 """
@@ -98,14 +98,14 @@ def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> N
 
 
 def refresh(optimizer: Any) -> None:
-    """Updates everything, except the model, that follows from loaded main parameters and state."""
+    """Updates everything that follows from loaded main parameters and state, except the model."""
     for part in optimizer_parts(optimizer):
         if part.inner is not None:
             part.refresh()
 
 
 def changes_model(optimizer: Any) -> bool:
-    """Returns True if loading main parameters has changed the model on this rank, but not on its replicas."""
+    """Returns True if loading main parameters changes the model on this rank, but not on its replicas."""
     return any(part.changes_model for part in optimizer_parts(optimizer))
 
 

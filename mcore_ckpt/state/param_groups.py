@@ -162,7 +162,7 @@ class SavedGroups:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Which schedule counts, the run's or the checkpoint's.
+    """The choice between the run's schedule and the checkpoint's.
 
     `of_run` and `of_checkpoint` have the schedulers' values for fields that a group lacks.
     """

@@ -17,8 +17,8 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     The bytes of such values mean nothing without the scales, and quantizing loses precision. So a checkpoint has values
     that were rounded from the main parameters, and a load fills the main parameters.
     """
-    # A Parameter that is made from a subclass of Tensor has that class. If only its `data` has been set to such a
-    # tensor, only `data` has that class.
+    # Look at the parameter and at its `data`. A Parameter that is made from a subclass of Tensor has that class. If
+    # only `data` has been set to a tensor of the subclass, only `data` has that class.
     classes = {type(parameter), type(parameter.data)} - _PLAIN
     return any(base.__name__ in _CLASSES for cls in classes for base in cls.__mro__)
 

@@ -24,8 +24,8 @@ class LocalShard:
         replica: whether another pipeline stage holds the same global tensor (tied embeddings) and writes it.
         is_buffer: whether the tensor is neither a parameter nor optimizer state. Such a tensor can change at any point
             of a training step.
-        of_all_experts: True for an adapter of grouped experts, which belongs to all experts of this rank, if each
-            expert-parallel rank has a different region of the global tensor, or if all these ranks have equal tensors.
+        of_all_experts: True for an adapter that belongs to all experts of this rank (grouped experts), if the
+            expert-parallel ranks have different regions of one global tensor, or equal tensors.
         refresh: only for an `_extra_state`: the function that reads the state again, because `tensor` is only a copy.
             The function returns None if the state no longer exists.
         restore: only for an `_extra_state`: the function that sets the loaded state, because copying into `tensor`

@@ -89,7 +89,7 @@ def kind_name(inner: Any) -> str:
 
 
 def kind_name_of(cls: type) -> str:
-    """Returns the name that checkpoints have for the kind of state of a class of optimizers.
+    """Returns the name that checkpoints have for the kind of state that a class of optimizers keeps.
 
     A class that is derived from a known class has its own name, because its state may have another meaning.
     """
