@@ -113,7 +113,7 @@ def find_candidates(
     tier: NodeTier | None = None,
     fast: Sequence[FastCheckpoint] = (),
 ) -> Record:
-    """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
+    """Finds the checkpoints to try, in order. Only rank 0 calls this function, and sends the result to all ranks.
 
     `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, `path` can
     also name a step that is only on the nodes. `fast` has the checkpoints on the nodes of the fast tier.

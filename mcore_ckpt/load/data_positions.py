@@ -1,7 +1,7 @@
 """Gives each rank the data positions of all saved ranks, if the data-parallel size differs from the saved one.
 
-A rank reads the `extra_state` of every saved data-parallel rank at its own pipeline, tensor and context place, and of
-no other rank. A step that `mcore-ckpt reshard` has written has all positions in each rank's file.
+A rank reads the `extra_state` only of the saved ranks that had the rank's own pipeline, tensor and context place. A
+step that `mcore-ckpt reshard` has written has all positions in each rank's file.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class _Plan:
 
 
 def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
-    """Loads a checkpoint of another program. Every rank calls it.
+    """Loads a checkpoint of another program. Every rank must call this function.
 
     Args:
         trainer: this rank's trainer.

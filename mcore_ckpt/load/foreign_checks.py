@@ -1,7 +1,7 @@
 """Checks another program's checkpoint against the trainer, after the ranks have read it and before anything changes.
 
-These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. So they find
-optimizer state of another run, of other buckets, or of another pipeline split.
+The formats of other programs have no CRCs. Instead, the checks demand that every main parameter rounds to its weight.
+In this way the checks find optimizer state of another run, of other buckets, or of another pipeline split.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _with_upper_halves(
     """
     pairs = [(each, weight) for each, weight in zip(parameters, weights, strict=True)]
     halved = [(each.tensors[PARAM], weight) for each, weight in pairs if weight.dtype == torch.bfloat16]
-    # Remainders are whole numbers. Most values of main parameters are not, but all values of a single tensor may be:
-    # norms begin as ones.
+    # Remainders are whole numbers. A single tensor of main parameters may also have only whole numbers (norms begin as
+    # ones), so all tensors are looked at.
     are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
         return tuple(parameters)
@@ -164,8 +164,8 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
     owned, main = parameter.owned, parameter.tensors[PARAM]
     wrong = _differing(main.to(weight.dtype), weight)
     if wrong and weight.dtype == torch.bfloat16:
-        # With remainders, FusedAdam rounds up a value that is halfway between two neighbours. Otherwise such a
-        # value is rounded to the even neighbour.
+        # Accept both roundings of a value that is halfway between two neighbours. FusedAdam with remainders rounds
+        # it up. All other optimizers round it to the even neighbour.
         wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], weight))
     is_matrix = owned.parameter.dim() > 1 and not owned.name.endswith(_NEVER_QUANTIZED)
     may_differ = is_matrix and (was_quantized or is_quantized(owned.parameter))

@@ -41,7 +41,7 @@ class OwnedParameter(OwnedRange):
 
 
 def find_writers(trainer: Trainer) -> Writers:
-    """Finds the ranks that write this rank's state under the present layout. Every rank calls it."""
+    """Finds the ranks that write this rank's state under the present layout. All ranks must call this function."""
     at = trainer.coordinates
     own = {"place": list(at.place), "model": [at.tp, at.pp, at.ep]}
 
@@ -119,8 +119,8 @@ class _Tensor:
 def _sharded_tensors(module: torch.nn.Module, flags: Mapping[str, bool]) -> Iterator[ModelTensor]:
     sharded = sharded_state_dict(module, **flags)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and after a load delayed scaling
-        # begins with a new history.
+        # Skip transformer-engine's _extra_state, which is a pickle. Only delayed scaling needs this state, and after a
+        # load delayed scaling begins with a new history.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)

@@ -174,7 +174,7 @@ class OptimizerPlanner:
         stored = self.locator.coded(wanted)
         if stored is not None and self._fits(stored, form):
             return self._fills_as_stored(part, state, kind, stored)
-        # Only float32 values have halves.
+        # Two halves together keep float32, so values are rounded to float32, and not to the dtype of one half.
         kept = torch.float32 if form.is_halved else dtype
         fill = plan_fill(wanted, kept, located, lambda: part.tensor_of(state, kind, dtype), form.is_scaled)
         return [replace(fill, encode=lambda values: part.encode(state, kind, values.float()))]

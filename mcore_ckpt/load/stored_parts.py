@@ -54,7 +54,7 @@ class PartsFolder:
         self._of_step: dict[Path, tuple[int, ...]] = {}
 
     def folder(self, part: str, rank: int) -> Path:
-        """Returns a folder with the checked files of one part of one rank.
+        """Checks the files that one rank has saved for a part, and returns a folder with these files.
 
         Raises CheckpointCorruptError, OSError, and HungDiskError.
         """
@@ -64,7 +64,7 @@ class PartsFolder:
         return self._places[path]
 
     def check(self, part: str, rank: int) -> None:
-        """Reads the files of one part of one rank, and keeps nothing of them. Raises the errors of `folder`."""
+        """Reads the files that one rank has saved for a part, and keeps no copy. Raises the errors of `folder`."""
         records = self._records.get(file_names.part_dir(part, rank), [])
         self._runner.run(partial(self._verify, records))
 
@@ -74,8 +74,8 @@ class PartsFolder:
 
     def _bring(self, path: str) -> Path:
         records = self._records.get(path, [])
-        # If a part has no files, its folder may be missing, because a copy of a checkpoint has only the files of the
-        # manifest.
+        # A part without files gets a new empty folder. Its folder in the step may be missing, because a copy of a
+        # checkpoint has only the files of the manifest.
         if records and isinstance(self._folder, LocalFolder):
             self._verify(records)
             files = (self._folder.place / record.path for record in records)
@@ -94,7 +94,7 @@ class PartsFolder:
         return place / path
 
     def changed(self) -> Path | None:
-        """Returns a file of the step itself that has been changed or removed since it was checked; None if none has."""
+        """Returns a file of the step that was changed or removed after its check; None if there is no such file."""
         return next((file for file, found in self._of_step.items() if _identity_of(file) != found), None)
 
     def close(self) -> None:
@@ -132,9 +132,9 @@ class PartLoads:
         return {part.name: runs(stored.asked) for part, stored in self.parts}
 
     def warn_of_left(self, asked: Iterable[Mapping[str, Iterable[tuple[int, int]]]]) -> None:
-        """Warns of files of ranks that no function has asked for. `asked` has the property `asked` of each rank.
+        """Warns of ranks whose files no function has asked for. `asked` has the property `asked` of each rank.
 
-        If no function has asked for any files of a part, there is no warning, because that must be meant.
+        If no function has asked for any files of a part, there is no warning: the trainer must want none of them.
         """
         # Each rank of a large training may have asked for all ranks, so merge the runs before they are expanded.
         taken: dict[str, set[tuple[int, int]]] = {}
@@ -167,7 +167,7 @@ class PartLoads:
                 self._check_step(part.name)
 
     def _check_step(self, part: str) -> None:
-        """Logs an error if a function has damaged the step. Otherwise only the next load would notice it."""
+        """Logs an error if a function has damaged the step. Otherwise only the next load would notice the damage."""
         changed = None if self.files is None else self.files.changed()
         if changed is not None:
             logger.error(
@@ -193,8 +193,8 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
         trainer: this rank's trainer.
         folder: the checkpoint's folder.
         manifest: the checkpoint's manifest.
-        loaded: the parts that any rank loads. A function may ask for the files of each rank, so all of these are
-            checked.
+        loaded: the parts that any rank loads. A function may ask for the files of each rank, so the files of all ranks
+            are checked.
 
     Raises:
         CheckpointMismatchError: the step does not have a part that this rank has attached, and that is not optional.
@@ -213,7 +213,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
                 "optional=True to load steps that were saved without it, or load another step"
             )
         ranks = _ranks_in(saved_by)
-        # A step that was resharded has the parts of all ranks that saved it. These may be more ranks than its new
+        # A resharded step has the parts of all ranks that saved the original step. These may be more ranks than the new
         # layout has.
         world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
         own_files, loading = partial(files.folder, part.name), trainer.topology.world_size
@@ -224,7 +224,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
         for name in sorted(loaded & manifest.parts.keys()):
             for saved in _ranks_in(manifest.parts[name]):
                 if saved % trainer.topology.world_size == rank:
-                    # A rank that loads the part will want its share, so it keeps what it fetches.
+                    # If this rank loads the part, it keeps the fetched files, because its function may ask for them.
                     (files.folder if name in own else files.check)(name, saved)
     except BaseException:
         files.close()
@@ -233,7 +233,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded
 
 
 def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads, last: Callable[[], None]) -> None:
-    """Lets each rank load its parts, and then call `last`. All ranks call it.
+    """Lets each rank load its parts, and then call `last`. All ranks must call this function.
 
     If one rank fails, all ranks raise the same type of error.
     """
