@@ -42,13 +42,13 @@ def batches(fills: Iterable[TensorFill]) -> list[Batch]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """Returns the fills that world rank `rank` reads: tensors without replicas, and the batches whose reader it is."""
+    """Returns the fills that world rank `rank` reads: tensors without replicas, and batches with `rank` as reader."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 
 
 def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
-    """Broadcasts each batch from its reader. All replicas of a batch call it, with the batches in the same order."""
+    """Broadcasts each batch from its reader. All replicas call this function, with the batches in the same order."""
     for batch in shared:
         targets = [fill.target() for fill in batch.fills]
         group = replicas.group_of(batch.replicas)

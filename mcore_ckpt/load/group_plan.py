@@ -71,7 +71,7 @@ class GroupPlan:
         return {"parts": [None if part is None else part.to_record() for part in self.parts]}
 
     def decide(self, records: Sequence[Record]) -> Record:
-        """Finds the counterparts of all groups from the ranks' records. Only rank 0 calls it, for all ranks.
+        """Finds the counterparts of all groups from the ranks' records. Only rank 0 calls this method, for all ranks.
 
         Raises CheckpointMismatchError: a counterpart is not clear, or schedules that must be equal differ.
         """

@@ -94,7 +94,7 @@ def load_hf(
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder, or of a model on the HuggingFace hub.
 
-    Every rank calls it.
+    Every rank must call this function.
 
     Either initialize megatron's `parallel_state`, or build the model with a `pg_collection`, even in a single process.
     Without either, megatron does not build a GPTModel, and does not know which part of a tensor a rank holds.
@@ -104,7 +104,7 @@ def load_hf(
     limited amount of memory. transformer-engine's `_extra_state` keeps its value.
 
     In a model with LoRA adapters (Megatron-Bridge's LoRA, CanonicalLoRA, DoRA), the folder of a model fills everything
-    but the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
+    except the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
     `adapter_model.safetensors`) fills the adapters, and the modules that were trained as a whole together with the
     adapters.
 
@@ -113,8 +113,8 @@ def load_hf(
 
     After the load, the optimizer's main parameters are still copies of the old weights. The optimizer's next step would
     overwrite the new weights with these values. To prevent this, pass the optimizer here, or call its
-    `reload_model_params()` afterwards. If the model has quantized weights (FP8), pass the optimizer: only then do the
-    main parameters of these weights get the values of the folder.
+    `reload_model_params()` afterwards. If the model has quantized weights (FP8), pass the optimizer here: otherwise the
+    main parameters of these weights do not get the values of the folder.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
@@ -251,7 +251,7 @@ def _keeps_float32(here: LiveModel) -> bool:
 
 
 def _own_adapters(here: LiveModel) -> list[tuple[str, Shape]]:
-    """Returns names and global shapes of this rank's adapter tensors. Only the first replica returns any."""
+    """Returns names and global shapes of the adapter tensors of which this rank is the first replica."""
     apart, rank = here.topology.experts_apart, here.agreement.rank
     return [
         (shard.key.name, shard.region.global_shape)

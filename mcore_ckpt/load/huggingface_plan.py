@@ -128,8 +128,8 @@ def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
 
 def _locator(here: LiveModel, reader: HuggingFaceReader, layers: Layers) -> Locator:
     position = RankPosition(here.topology, here.coordinates)
-    # The folder of an adapter has only some modules of each layer, so its layers cannot be matched with the model's by
-    # their parts (attention, MLP). None matches them by their numbers, which are the same in both.
+    # The folder of an adapter has only some modules of each layer. So layers cannot be matched by their parts
+    # (attention, MLP). None matches layers by their numbers, which are the same in the folder and in the model.
     matched = None if isinstance(reader, AdapterReader) else layers
     return Locator(reader, position, reader.model.sizes["vocab"], matched)
 

@@ -37,7 +37,7 @@ class Target:
 
 
 def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[ParameterState] | None) -> Iterator[Target]:
-    """Yields the tensors to fill instead of quantized weights.
+    """Yields, for quantized weights, the tensors to fill.
 
     A weight that trains is filled through its main parameter, which keeps the precision that quantizing loses. This
     rank fills the main parameters that it owns. Afterwards, the caller must call `write_weights`. A weight without a

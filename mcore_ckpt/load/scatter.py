@@ -5,8 +5,8 @@ memory, because it reads one while it sends the other. A receiving rank has one 
 
 Each message is sent as a batch with one operation. With `send` and `recv`, NCCL would make a communicator, with buffers
 on both GPUs, for each pair of ranks. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`;
-`pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before, because only two of them take
-part in a batch.
+`pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before the first batch, because only two
+ranks take part in a batch.
 
 A separate gloo group would need a connection between each two ranks. torch's `scatter` would need the messages for all
 ranks in memory at once.
@@ -58,11 +58,11 @@ class _Segment:
 
 
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
-    """Fills the requests of every rank from files that only rank 0 reads. All ranks of the default group call it.
+    """Fills the requests of every rank from files that only rank 0 reads.
 
-    Every rank can have a reader, because a reader needs only the files' headers. `rank` is this rank's number in the
-    default group, and `world_size` is the size of this group. Returns the number of bytes that this rank has read from
-    files.
+    All ranks of the default group must call this function. Every rank can have a reader, because a reader needs only
+    the files' headers. `rank` is this rank's number in the default group, and `world_size` is the size of this group.
+    Returns the number of bytes that this rank has read from files.
 
     Raises:
         CheckpointCorruptError: on rank 0, if a file cannot be read.
@@ -205,7 +205,7 @@ class _Arriving:
 def _messages(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Segment]]:
     """Cuts tensors, given as (elements, dtype), into messages of at most SCATTER_BYTES.
 
-    Sender and receiver both call it, so they cut the same messages without communicating.
+    Sender and receiver both call this function, so both cut the same messages without communicating.
     """
     message: list[_Segment] = []
     at = 0
