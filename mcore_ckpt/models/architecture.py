@@ -23,7 +23,7 @@ _TIED = "gpt.share_embeddings_and_output_weights"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about one model on which the table of its architecture depends.
+    """Facts about one model, on which the rows of its architecture's table depend.
 
     An architecture's `read` function reads these facts from `config.json`, and refuses a config that lacks a required
     field.
@@ -98,7 +98,7 @@ class Architecture:
         own = {**(config.get(self.section) or {}), **{name: v for name, v in language.items() if name not in _OF_BOTH}}
         changed = {name: language[name] for name in _OF_BOTH if name in language and language[name] != config.get(name)}
         own |= {name: value for name, value in changed.items() if name != "architectures"}
-        # transformers 4.57 reads this field in the section, and 5 in config.json itself.
+        # Write this field in both places: transformers 4.57 reads it in the section, and 5 in config.json itself.
         own["tie_word_embeddings"] = bool(language.get("tie_word_embeddings"))
         return {**config, self.section: own, **changed}
 
@@ -111,7 +111,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class HfModel:
-    """One HuggingFace model: its architecture, its `config.json`, and the facts read from it.
+    """One HuggingFace model: its architecture, its `config.json`, and the facts about the model.
 
     Attributes:
         architecture: the architecture that `model_type` names.

@@ -1,9 +1,9 @@
 """Finds the known table that is closest to a model without a table, to tell users what a new table must contain.
 
-Every known table is compared with the folder's tensors. The error names the table that has places for the most tensors,
-and the tensors that have no place in this table. In the compared names, `*` replaces the numbers of layers and experts,
-so the size of the model does not matter. If there is only a `config.json`, the rules of the known architectures are
-compared with its fields (`_by_fields`).
+Every known table is compared with the folder's tensors. The error for an unknown architecture names the table that has
+places for the most tensors, and the tensors that have no place in this table. In the compared names, `*` replaces the
+numbers of layers and experts, so the size of the model does not matter. If there is only a `config.json`, the rules of
+the known architectures are compared with its fields (`_by_fields`).
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Constant(Rule):
 
 @dataclass(frozen=True)
 class Refused(Rule):
-    """The rule for a field whose value must be `allowed`, or that must be missing: Megatron has no other values."""
+    """The rule for a field that must have the value `allowed` or be missing: Megatron supports no other value."""
 
     hf: str
     allowed: Any

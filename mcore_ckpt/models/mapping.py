@@ -91,7 +91,7 @@ def is_mtp(model: HfModel, name: str) -> bool:
 
 
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
-    """Lists the tensors of a model in the form that a folder has.
+    """Lists the tensors of a model in the form in which a folder stores them.
 
     `names` are the names of the tensors in the folder, or a mapping of these names to the tensors. If the folder stacks
     the experts of a layer in one tensor, the list has this tensor instead of one tensor per expert. If an architecture
@@ -252,7 +252,7 @@ def _filled(
 
 
 def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
-    """Returns, for each HuggingFace tensor, the region of the mcore tensor that the tensor's rows fill."""
+    """Returns, for each HuggingFace tensor, the region that its rows fill in the mcore tensor."""
     if row.change is not None and len(shapes) == 1:
         # A change of values can also move values, so the region is the whole mcore tensor.
         return [Region.whole(tuple(row.change.to_mcore(torch.empty(shapes[0], device="meta")).shape))]

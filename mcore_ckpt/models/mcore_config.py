@@ -277,7 +277,8 @@ def _window_attn_skip_freq(transformer: Any, freq: Any) -> Any:
 def _params_dtype(transformer: Any, dtype: Any) -> Any:
     import torch
 
-    # params_dtype stays float32 in a model that is cast after it was built (Float16Module, 0.16.1).
+    # The flags count first, because params_dtype stays float32 in a model that is cast after it was built
+    # (Float16Module, 0.16.1).
     flags = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((to for flag, to in flags.items() if _field(transformer, flag) is True), dtype)
 

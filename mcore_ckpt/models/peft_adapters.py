@@ -139,11 +139,10 @@ def _low_rank(
 
 
 def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts: int) -> Factor:
-    """Returns a part of an adapter. If `shape` has one axis more than the region, the tensor stacks adapters of
-    experts.
+    """Returns a part of an adapter.
 
-    If there are fewer adapters than experts, neighbouring experts share an adapter (`share_expert_adapters` of
-    Megatron-Bridge).
+    If `shape` has one axis more than the region, the tensor stacks adapters of experts. If there are fewer adapters
+    than experts, neighbouring experts share an adapter (`share_expert_adapters` of Megatron-Bridge).
     """
     if expert is not None and len(shape) == len(region.global_shape) + 1 and experts % shape[0] == 0:
         region = _in_stack(region, expert * shape[0] // experts, shape[0])
@@ -198,8 +197,8 @@ class FullyTrained:
 
     Attributes:
         tensors: the tensors with PEFT's names, and with their names in the source as `mcore` in their slabs.
-        modules: the modules whose tensors are all in `tensors`, for `modules_to_save`. PEFT (0.21) reads tensors of
-            other modules straight into the base model, such as a router's bias without the router's weight.
+        modules: the modules whose tensors are all in `tensors`, for `modules_to_save`. PEFT (0.21) reads the other
+            tensors, such as a router's bias without the router's weight, straight into the base model.
     """
 
     tensors: tuple[HfTensor, ...] = ()
@@ -216,17 +215,17 @@ def fully_trained_in_peft(
 ) -> FullyTrained:
     """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
-    PEFT has no form for tensors that also have an adapter. It has no form for experts and multi-token prediction
-    either, because transformers has no separate modules for them. `FullyTrained.sources` lacks all these tensors.
-    `adapted` are all tensors of the model, from `with_adapters`. `changed` has the names of the source's tensors that
-    training has changed, and `there` has the names of all tensors of the source.
+    PEFT has no form for three groups of tensors: tensors that also have an adapter, and tensors of experts and of
+    multi-token prediction, because transformers has no separate modules for these. `FullyTrained.sources` lacks all
+    three groups. `adapted` are all tensors of the model, from `with_adapters`. `changed` has the names of the source's
+    tensors that training has changed, and `there` has the names of all tensors of the source.
     """
     modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
     adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}
     for tensor in adapted:
         found = [found_as(slab.mcore, there) if slab.mcore else "" for slab in tensor.slabs]
         slabs = tuple(replace(s, mcore=name) for s, name in zip(tensor.slabs, found, strict=True) if name is not None)
-        # The entry is None if the source lacks a part of the tensor. Only modules without such tensors are whole.
+        # The entry is None if the source lacks a part of the tensor. A module with such an entry is not whole.
         modules[_module_of(tensor.name)][tensor.name] = (
             replace(tensor, name=PEFT_PREFIX + tensor.name, slabs=slabs) if len(slabs) == len(found) else None
         )
@@ -345,7 +344,7 @@ def _plain(number: float) -> float | int:
 def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
     """Returns short names if every layer of these names has an adapter, else the full names.
 
-    If given a short name, PEFT would add adapters to all layers whose names end with it.
+    PEFT adds adapters to all layers whose names end with a given short name.
     """
     short = {name.rpartition(".")[2] for name in adapted}
     modules = {

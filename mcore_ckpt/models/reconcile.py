@@ -75,9 +75,9 @@ def reconcile(
 def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
     """Returns the model with the kind of vision tower that the names of mcore tensors show.
 
-    A vision-language model of megatron has either a tower of megatron's modules, or the tower of transformers as it is
-    (the fact "hf_tower"). The architecture's facts say which of these towers Megatron-Bridge uses; other programs use
-    the other tower. Names that belong to no tower change nothing.
+    A vision-language model of megatron has either a tower of megatron's modules, or transformers' own tower (the fact
+    "hf_tower"). The architecture's facts say which of these towers Megatron-Bridge uses; other programs may use the
+    other tower. Names that belong to no tower change nothing.
     """
     tower = [name for name in names if in_tower(name)]
     if not tower:

@@ -157,10 +157,10 @@ class Rope:
 class MultimodalRope:
     """The rule for rotary embeddings in which each head has parts for time, height and width ("mrope" in megatron).
 
-    transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". If
-    `mrope_interleaved` is set (Qwen3-VL), the frequencies of time, height and width alternate. GPTModel cannot do that,
-    so Megatron-Bridge replaces GPTModel's `rotary_pos_emb`. megatron's arguments do not have this field, so `to_hf`
-    takes it from the `config.json` that it is given as `base`.
+    transformers calls these embeddings "default" with an `mrope_section`; published configs say "mrope". If
+    `mrope_interleaved` is set (Qwen3-VL), the frequencies of time, height and width alternate. GPTModel does not
+    support this order, so Megatron-Bridge replaces GPTModel's `rotary_pos_emb`. megatron has no argument for
+    `mrope_interleaved`, so `to_hf` takes this field from `base`.
 
     The attributes are transformers' defaults for theta, for the lengths of the three parts (None: transformers has no
     default), and for the rotated fraction of each head.

@@ -53,7 +53,7 @@ Its arguments are the model's sizes, and the shapes of the HuggingFace tensors i
 
 
 def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Keeps a single tensor as it is, or concatenates several tensors, such as gate and up to fc1."""
+    """Keeps a single tensor as it is, or concatenates several tensors, such as the gate and the up of fc1."""
     return [RowRange(source, 0, shape[0]) for source, shape in enumerate(shapes)]
 
 
@@ -118,8 +118,8 @@ class Row:
         is_copy: True if another row holds the same tensor (DeepSeek's MTP layers repeat the embedding and the head).
             A copy is written on export and ignored on reading.
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
-            order of their rows. The keys are megatron's names of the sections, and the values are the sections' numbers
-            of rows in words. Gate and up of `linear_fc1` need no sections.
+            order of their rows. The keys are megatron's names of the sections, and each value is the section's number
+            of rows, in words. Gate and up of `linear_fc1` need no sections.
         per: the name of the size that says how often the row occurs, for a row outside of the decoder's layers that
             occurs several times (once per layer of a vision tower). All names contain `{number}`, which counts from 0.
             Empty for all other rows.

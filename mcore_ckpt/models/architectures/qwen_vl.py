@@ -1,9 +1,9 @@
 """Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts: a Qwen decoder and a vision tower.
 
-In megatron, the module `language_model` is the language model. Its fields are in `text_config`, or in `config.json`
-itself (Qwen2.5-VL as published). The tower is either transformers' own (`visual`), whose tensors are the same on both
-sides, or consists of megatron's modules (`vision_model`). Megatron-Bridge uses transformers' tower in Qwen2.5-VL.
-mbridge's Qwen2.5-VL and both programs' Qwen3-VL use megatron's modules.
+In megatron, the module `language_model` is the language model. The section `text_config` describes this model, or
+`config.json` itself does (Qwen2.5-VL as published). The tower is either transformers' own (`visual`), whose tensors are
+the same on both sides, or consists of megatron's modules (`vision_model`). Megatron-Bridge uses transformers' tower in
+Qwen2.5-VL. mbridge's Qwen2.5-VL and both programs' Qwen3-VL use megatron's modules.
 
 The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
 `Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
