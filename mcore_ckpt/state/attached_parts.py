@@ -29,7 +29,7 @@ class HandOver:
     name elsewhere, the file keeps its mode there: if the step needs another mode, the file's bytes are copied.
 
     Attributes:
-        path: the file or folder. A symbolic link is refused, and so is a folder that contains one.
+        path: the file or folder. A symbolic link is refused, and so is a folder that contains a symbolic link.
     """
 
     path: str | os.PathLike[str]
@@ -45,7 +45,7 @@ class SavedPart:
         rank: this rank.
         world_size: the number of ranks that saved the step.
         ranks: the ranks that saved something for this part, ascending. The training may have more or fewer ranks now.
-        loading: the number of ranks that load the step; None: as many as saved it.
+        loading: the number of ranks that load the step; None if this number is `world_size`.
         asked: the ranks whose files have been asked for with `folder` or `read`.
     """
 
@@ -68,7 +68,7 @@ class SavedPart:
                 something, and the training has more or fewer ranks now, the rank must be given.
 
         Raises:
-            CheckpointMismatchError: that rank has saved nothing for this part, or the rank must be given.
+            CheckpointMismatchError: the rank has saved nothing for this part, or the rank must be given, but is None.
             CheckpointCorruptError: a file is missing or damaged.
         """
         chosen = self._own() if rank is None else rank
@@ -125,8 +125,8 @@ class AttachedParts:
     """The parts that are attached to a manager on this rank.
 
     Attributes:
-        declared: the parts that each step must have (`CheckpointConfig.parts`). If it is empty, a step has the parts
-            that are attached.
+        declared: the parts that each step must have (`CheckpointConfig.parts`). If no parts are declared, a step has
+            the parts that are attached.
     """
 
     declared: tuple[str, ...] = ()
@@ -170,8 +170,8 @@ class AttachedParts:
     def refuse(self, call: str) -> None:
         """Raises InvalidStateError if this thread is in a function of a part. `call` is the name of the refused call.
 
-        Otherwise the manager would call the function again and again, and a save within a load could mix parts of two
-        steps.
+        If the call were allowed, the manager would call the function again and again, and a save within a load could
+        mix parts of two steps.
         """
         part = getattr(self._thread, "part", None)
         if part is not None:

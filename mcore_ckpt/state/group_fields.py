@@ -62,7 +62,7 @@ _MARKS = tuple(name for name, field in FIELDS.items() if field.rule == "mark")
 IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "class")
 # For a field with one of these rules, the run's value counts, and the field does not distinguish groups.
 _OF_RUN: tuple[Rule, ...] = ("class", "mark")
-# NeMo puts this before the names of some fields.
+# The prefix that NeMo puts before the names of some fields.
 _PREFIX = "pre_"
 _NO_FIELDS = ("params", "step")
 
@@ -83,8 +83,8 @@ def field_of(key: str) -> GroupField:
 def settings(group: Group) -> dict[str, Any]:
     """Returns the fields of a group that are compared with other groups, as JSON values.
 
-    Fields with the rule "class" or "mark" are not compared. A field that the group lacks, or has as None, has its
-    default.
+    Fields with the rule "class" or "mark" are not compared. If the group lacks a field, or has None for this field, the
+    result has the field's default.
     """
     found = {name: field.default for name, field in FIELDS.items() if field.default is not None and name not in _MARKS}
     for key, value in group.items():
@@ -133,7 +133,7 @@ def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
 
 
 def write_group(group: dict[str, Any], saved: Group, option: Option, own_fields: tuple[str, ...]) -> None:
-    """Copies the fields whose saved value counts from a saved group to a live group."""
+    """Copies, from a saved group to a live group, the fields whose saved value counts."""
     for key, value in saved.items():
         field = field_of(key)
         is_of_run = field.rule in _OF_RUN or (option == "run" and field.rule != "optimizer")

@@ -265,9 +265,9 @@ def check_equal(
     of_run: Group,
     of_checkpoint: Group,
 ) -> None:
-    """Refuses groups whose schedule has changed. Megatron's scheduler does so too (`_check_and_set`, 0.16).
+    """Refuses groups whose schedule has changed, as megatron's scheduler does (`_check_and_set`, 0.16).
 
-    `of_run` and `of_checkpoint` have the values of the two schedulers, which count for groups that lack a field.
+    `of_run` and `of_checkpoint` have the two schedulers' values. These values count for groups that lack a field.
     """
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}

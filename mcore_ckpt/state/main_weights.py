@@ -171,8 +171,8 @@ class MainWeights:
     """The weights that a save makes from main parameters, which are divided among data-parallel ranks.
 
     Attributes:
-        by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter. It has no memory
-            (device `meta`), unless `with_tensors` has replaced it.
+        by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter. The tensor has no
+            memory (device `meta`), unless `with_tensors` has replaced it.
         pieces: the pieces in which the weights are made, in the same order on all ranks of a group.
         memory: the memory of one piece at a time (uint8), one tensor for each device.
         optimizer: megatron's optimizer.

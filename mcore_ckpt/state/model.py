@@ -107,8 +107,8 @@ def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Completes parameters that are only partly up to date.
 
     With `overlap_param_gather`, `optimizer.step()` updates only a rank's own shard of each bucket. Hooks of the next
-    forward pass gather the other shards (DistributedDataParallel, 0.16.1). This function gathers them immediately, and
-    all data-parallel ranks must call it together.
+    forward pass gather the other shards (DistributedDataParallel, 0.16.1). This function gathers the other shards
+    immediately. All data-parallel ranks must call this function together.
     """
     gather_parameters([c for c in chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)])
 
@@ -358,7 +358,7 @@ def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None
     """Gives the model's tensor-parallel group to modules that have none, if parallel_state is not initialized.
 
     `MegatronModule.sharded_state_dict` asks parallel_state for the group if a module has no `tp_group`. The constructor
-    of MultiTokenPredictionLayer (0.16) sets none.
+    of MultiTokenPredictionLayer (0.16) sets no `tp_group`.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import MegatronModule
@@ -470,8 +470,9 @@ def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
 def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     """Finds where a ShardedTensorFactory places the parts of a tensor, by applying the factory to tensors of positions.
 
-    There is one tensor of positions per axis. It is expanded from a vector, so it needs little memory even for a large
-    weight. Parts with separate keys (Mamba's in_proj) are placed one after the other along the first axis.
+    There is one tensor of positions per axis. Each such tensor is expanded from a vector, so it needs little memory
+    even for a large weight. Parts with separate keys (Mamba's in_proj) are placed one after the other along the first
+    axis.
     """
     parts_by_axis = [
         _of_first_expert(_flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)))

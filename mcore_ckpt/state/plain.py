@@ -19,8 +19,8 @@ from mcore_ckpt.io.device_waits import wait_before_reading
 
 # Values of these types have no parts, and torch's safe unpickler can create such values.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
-# The most bits of an integer that is stored. A pickle stores longer integers in a form that torch's safe unpickler and
-# ours cannot read.
+# The most bits that a stored integer may have. A pickle stores longer integers in a form that torch's safe unpickler
+# and ours cannot read.
 _MOST_INT_BITS = 2039
 _PLAIN = "numbers, strings, bytes, tensors, and dicts, lists, tuples or sets of them"
 

@@ -63,7 +63,7 @@ class ParameterState:
         main: the main parameter, which the optimizer updates.
         is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
-        group: the number of the parameter's group in the optimizer on this rank; None if it is in no group.
+        group: the number of the parameter's group in the optimizer on this rank; None if the parameter is in no group.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
         bound: the bound state by kind: tensors that belong to exactly this region (SOAP's eigenbases).
         scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 number

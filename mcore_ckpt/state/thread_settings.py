@@ -18,8 +18,8 @@ _CPU = torch.device("cpu")
 def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
     """Returns the number of the GPU that has the parameters of a training.
 
-    If all parameters are in host memory, perhaps offloaded, the result is this thread's current GPU. Without a GPU it
-    is None.
+    If all parameters are in host memory, perhaps offloaded, the result is this thread's current GPU. Without a GPU, the
+    result is None.
     """
     with torch._C.DisableTorchFunction():  # otherwise a TorchFunctionMode would be called for each parameter
         each = (parameter for chunk in chunks for parameter in chunk.parameters())

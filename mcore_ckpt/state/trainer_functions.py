@@ -15,9 +15,9 @@ Result = TypeVar("Result")
 def call_of_trainer(function: Callable[[], Result], failure: str, error_type: type[CheckpointError]) -> Result:
     """Calls a function of the trainer, and returns its result.
 
-    If the function raises an error, the other ranks raise an error of this package. This rank must raise one, too. Then
-    a training loop that catches errors of this package continues on all ranks. Interrupts (`is_interrupt`) are raised
-    unchanged.
+    If the function raises an error, the other ranks raise an error of this package. So this rank raises an error of
+    this package, too: a training loop that catches such errors then continues on all ranks. Interrupts
+    (`is_interrupt`) are raised unchanged.
 
     Args:
         function: the function to call.

@@ -171,7 +171,7 @@ def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
 
 
 def _vocab_size(hf_config: Any) -> int | None:
-    # In a multimodal model's config, the size is in the part for the language model.
+    # In a multimodal model's config, the vocabulary's size is in the part for the language model.
     text = getattr(hf_config, "text_config", hf_config)
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None

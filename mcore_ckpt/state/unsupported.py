@@ -109,7 +109,7 @@ def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn
 
 
 def _refuse_peft_layer(path: str, module: Any) -> None:
-    """Refuses a layer wrapped by PEFT that has several adapters, or that does not tell the places of its tensors."""
+    """Refuses a layer of PEFT that has several adapters, or that does not tell the places of its tensors."""
     if not is_peft_layer(module):
         return
     if len(module.lora_A) > 1:
@@ -117,7 +117,7 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
             f"module {path} has the adapters {', '.join(module.lora_A)}: only a model with one adapter can be saved"
         )
     if not hasattr(module, "sharded_state_dict"):
-        # Megatron then assumes that each tensor is whole on every rank (sharded_state_dict_default).
+        # Without this method, megatron assumes that each tensor is whole on every rank (sharded_state_dict_default).
         raise UnsupportedError(
             f"module {path} is a {type(module).__name__} without sharded_state_dict, so the places of its tensors are "
             "unknown: use the layers of ROLL's mcore_adapter (apply_megatron_lora), or Megatron-Bridge's adapters"
@@ -127,7 +127,7 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
 def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
     """Refuses tensors in which several elements share a place in memory, such as a parameter made by `expand`.
 
-    torch cannot write into them, so a load would fail after it has changed other tensors.
+    torch cannot write into such tensors, so a load would fail after it has changed other tensors.
     """
     buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for name, tensor in {**module._parameters, **buffers}.items():
@@ -209,10 +209,11 @@ def _collections(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
     """Raises UnsupportedError for experts whose replicas drift apart, and for packed tensors of several experts.
 
-    With EP = 1 and ETP ≠ TP, the replicas of an expert are not the ranks that replicate dense tensors. Until 0.18,
-    megatron still reduces the gradients of experts over the replicas of dense tensors, because it marks experts by
-    `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). The replicas of experts drift apart (as seen
-    in a test). A checkpoint has the values of only one replica, so a load could not restore the other replicas.
+    With EP = 1 and ETP ≠ TP, the replicas of an expert are not the ranks that replicate dense tensors. Up to 0.18,
+    megatron reduces the gradients of experts over the wrong ranks, the replicas of dense tensors, because it marks
+    experts by `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). So the replicas of experts drift
+    apart (as seen in a test). A checkpoint has the values of only one replica, so a load could not restore the other
+    replicas.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
         for shard in model:
