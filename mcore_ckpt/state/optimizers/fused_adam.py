@@ -107,7 +107,7 @@ class FusedAdamPart(OptimizerPart):
         return self.inner.state.get(key, {})
 
     def _has_main(self, key: torch.Tensor) -> bool:
-        """Returns True if the main parameter is in FusedAdam's state. For an fp32 parameter it is not."""
+        """Returns True if FusedAdam's state has the main parameter. An fp32 parameter is its own main parameter."""
         return bool(self.inner.master_weights) and key.dtype != torch.float32
 
     def _is_halved(self, key: torch.Tensor) -> bool:

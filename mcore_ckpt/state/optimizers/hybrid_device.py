@@ -97,8 +97,8 @@ class HybridDevicePart(OptimizerPart):
         return set().union(*map(steps_of, self.inner.sub_optimizers))
 
     def write_step(self, step: float | int | None) -> None:
-        # The outer groups must not get a step: `_sync_hdo_param_groups_to_sub_optimizers` would copy it before every
-        # step.
+        # The outer groups must not get a number of steps, because `_sync_hdo_param_groups_to_sub_optimizers` would copy
+        # this number to the inner optimizers before every step.
         for optimizer in self.inner.sub_optimizers:
             write_steps_of(optimizer, step)
 

@@ -31,7 +31,7 @@ class OptimizerKind:
             parameter. If the parameter is divided in another way, these tensors cannot be divided in the same way. The
             arguments of the function are the optimizer and the shape of the rank's part.
         has_step: whether an optimizer with this state counts steps.
-        step_is_int: whether the step in its state is a number, and not a tensor.
+        step_is_int: whether the step in the state is a number, and not a tensor.
     """
 
     name: str
@@ -45,7 +45,7 @@ class OptimizerKind:
 
 def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
     # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The average along the longer axis covers
-    # only this rank's part of that axis.
+    # only this rank's part of that axis, so the tensor fits only this part.
     if inner.moment2_method == "adamuon":
         return {}
     if inner.moment2_method == "namo":
@@ -55,7 +55,8 @@ def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
 
 
 def _bound_of_soap(inner: Any, shape: tuple[int, ...]) -> Shapes:
-    # The moments are in the coordinates of the eigenbases `Q_L` and `Q_R`, which belong to this rank's part.
+    # The moments are in the coordinates of the eigenbases `Q_L` and `Q_R`, which belong to this rank's part. So the
+    # moments fit only this part, too.
     rows, columns = shape
     left, right = (rows, rows), (columns, columns)
     return {"exp_avg": shape, "exp_avg_sq": shape, "L": left, "R": right, "Q_L": left, "Q_R": right}

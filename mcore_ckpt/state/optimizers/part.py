@@ -98,7 +98,7 @@ class OptimizerPart:
         return [] if self.inner is None else self.inner.param_groups
 
     def group_numbers(self) -> dict[int, int]:
-        """Returns the number of each parameter's group, by `id` of the tensor under which its state is kept."""
+        """Returns the number of each parameter's group, by `id` of the tensor under which the state is kept."""
         groups = enumerate(self.param_groups)
         return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
