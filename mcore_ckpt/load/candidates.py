@@ -175,7 +175,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Says what a path is and what to do instead, if the path cannot be a role's folder; None if it can be one."""
+    """Returns a text that says what a path is and what to do instead; None if the path can be a role's folder."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"
@@ -195,9 +195,11 @@ def _other(path: Path) -> str | None:
 
 
 def _at_path(path: Path, lost: Sequence[str]) -> Record:
-    """Describes the checkpoint in a folder, as JSON values. Raises CheckpointNotFoundError if there is no folder.
+    """Describes the checkpoint in a folder, as JSON values.
 
     `lost` says why the nodes of the fast tier do not have the checkpoint.
+
+    Raises CheckpointNotFoundError: there is no folder at this path, or the folder cannot be a role's folder.
     """
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
     # renames it back, unless the process that wrote the checkpoint may be alive. In that case the checkpoint is read

@@ -40,10 +40,11 @@ class ForeignLoad:
 
     Attributes:
         step: the training step at which the checkpoint was saved.
-        nbytes: the bytes of tensors that this rank read.
-        rounded: how many tensors of this rank were rounded; see LoadReport.
+        nbytes: the number of bytes that this rank read from tensors.
+        rounded: for each kind of rounding, the number of this rank's rounded tensors; see LoadReport.
         was_quantized: whether the weights were quantized, so that the main parameters are more precise.
-        other_model: the facts that make the live model compute something else with the same tensors.
+        other_model: the facts that make the live model compute something else than the saved model with the same
+            tensors.
         groups: the messages to the user about the param groups.
     """
 
@@ -66,7 +67,7 @@ class _Plan:
         groups: param groups, steps and scalers; None unless the optimizer is loaded.
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the random states; None unless `extra` is loaded.
-        other_model: the facts that make the live model compute something else with the same tensors.
+        other_model: as in ForeignLoad.
     """
 
     state: ForeignState

@@ -36,7 +36,7 @@ class LoadedParameter:
     tensors: Mapping[str, torch.Tensor]
 
     def roundings(self) -> Iterator[str | None]:
-        """Yields, for each tensor, how its values are rounded; None if they are not."""
+        """Yields, for each tensor, how its values are rounded; None if no value is rounded."""
         for kind, loaded in self.tensors.items():
             form = self.owned.part.form_of(self.owned, kind)
             kept = torch.float32 if form.is_halved else form.dtype or loaded.dtype
@@ -120,7 +120,7 @@ def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -
     owned, main = parameter.owned, parameter.tensors[PARAM]
     whole = loaded.get(id(owned.parameter))
     if whole is None and is_quantized(owned.parameter):
-        return main.to(owned.parameter.dtype)  # this rank has nothing to compare the main parameter with
+        return main.to(owned.parameter.dtype)  # there is no weight to compare, so the check must pass
     whole = owned.parameter.detach() if whole is None else whole
     return whole.cpu().reshape(-1)[owned.start : owned.stop]
 
@@ -157,15 +157,15 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
     megatron, in every release up to 0.19.2, writes wrong main parameters when it saves a `fully_reshardable` optimizer
     with several buckets. It removes the padding at the ends of the buckets from the gathered buffer
     (`get_parameter_state_dp_zero`), but then cuts this buffer at offsets that include the padding
-    (`sharded_param_state_fully_reshardable`). So the parameters of all buckets after the first, and their moments, get
-    values of their neighbours. A `dp_reshardable` range also belongs to another parameter if the buckets or the
-    pipeline split differ.
+    (`sharded_param_state_fully_reshardable`). So in all buckets after the first, main parameters and moments get values
+    of neighbouring parameters. A `dp_reshardable` range also belongs to another parameter if the buckets or the
+    pipeline split have changed since the save.
     """
     owned, main = parameter.owned, parameter.tensors[PARAM]
     wrong = _differing(main.to(weight.dtype), weight)
     if wrong and weight.dtype == torch.bfloat16:
         # Accept both roundings of a value that is halfway between two neighbours. FusedAdam with remainders rounds
-        # it up. All other optimizers round it to the even neighbour.
+        # such a value up. All other optimizers round such a value to the even neighbour.
         wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], weight))
     is_matrix = owned.parameter.dim() > 1 and not owned.name.endswith(_NEVER_QUANTIZED)
     may_differ = is_matrix and (was_quantized or is_quantized(owned.parameter))
@@ -183,10 +183,10 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
 def _is_quantized_from(main: torch.Tensor, weight: torch.Tensor) -> bool:
     """Returns True if a weight can come from quantizing its main parameter to 8 or 4 bits.
 
-    Neighbouring values of float4_e2m1fn differ by up to a third of the larger one; the smallest value and 0 differ by a
-    twelfth of the largest value in the block. Rounding changes a value by at most half of such a difference: by a fifth
-    of the value itself, or by a 24th of the largest one. The sum of both is allowed. Weights of other parameters differ
-    by more.
+    Neighbouring values of float4_e2m1fn differ by up to a third of the larger value; the smallest positive value and 0
+    differ by a twelfth of the largest value in the block. Rounding changes a value by at most half of such a
+    difference: by a fifth of the value itself, or by a 24th of the largest value. The sum of both is allowed. Weights
+    of other parameters differ by more.
     """
     main, weight = main.float(), weight.float()
     largest = main.abs().max() if main.numel() else torch.zeros(())

@@ -18,8 +18,8 @@ def choice_of(
 ) -> Callable[[str, bool], bool]:
     """Returns a function that says whether a tensor is to be loaded, given its name and whether it is frozen.
 
-    Adapters that the checkpoint lacks keep their values. In that case the base model is loaded even with `skip_frozen`,
-    because there is nothing else to load.
+    If the checkpoint has no adapters, the model's adapters keep their values. Then the base model is loaded even with
+    `skip_frozen`, because there is nothing else to load.
 
     `live` has the names of the model's tensors on this rank, and `stored` the names of the checkpoint's tensors.
 
@@ -43,5 +43,5 @@ def choice_of(
 
 
 def _is_adapter(name: str) -> bool:
-    """Like `is_adapter`, but also knows PEFT's names, which live modules of ROLL and checkpoints of ms-swift have."""
+    """Returns True for an adapter's tensor. Also knows PEFT's names (ROLL's live modules, ms-swift's checkpoints)."""
     return is_adapter(name) or peft_matrix(name) is not None

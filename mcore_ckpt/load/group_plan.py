@@ -118,7 +118,7 @@ def plan_groups(
     locator: Locator,
     schedules: Schedules,
 ) -> GroupPlan:
-    """Finds the saved groups that this rank's parameters were in.
+    """Returns the plan of the param groups, with the saved groups that this rank's parameters were in.
 
     `optimizers` are the saved optimizers in the form of `common.pt`. `parts` are the chained optimizers of the run. For
     each of them, `keys` has the keys of its groups, `by_part` its parameters on this rank, and `saved` its saved state.

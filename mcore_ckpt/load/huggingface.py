@@ -67,7 +67,7 @@ class HfLoadReport:
         path: the folder that was read.
         model: a description of the model in the folder.
         tensors: the number of this rank's tensors that were filled.
-        nbytes: the bytes that this rank read.
+        nbytes: the number of bytes that this rank read.
         seconds: the time from the call until all ranks have agreed on the result.
         left_out: the parts of the folder that were not read, by reason.
     """
@@ -123,8 +123,8 @@ def load_hf(
             "owner/name@revision"). One rank of each node downloads the files that are not in the cache.
         revision: the revision of a model on the hub: a branch, a tag or a commit. None: the main branch.
         source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
-            part in messages of limited size. If several replicas need the same part, one of them gets it and broadcasts
-            it to the others. If the model is on the hub, only rank 0 downloads it.
+            part in messages of limited size. If several replicas need the same part, one replica gets the part and
+            broadcasts it to the other replicas. If the model is on the hub, only rank 0 downloads it.
         ignore: regular expressions for the names of tensors that may have no counterpart: HuggingFace's names, or
             megatron's global names. HuggingFace tensors with such a name are not read, and the model's tensors with
             such a name keep their values. To start a critic from a language model, pass `("lm_head.weight",
@@ -137,7 +137,7 @@ def load_hf(
             changes them on purpose, so without `strict_model` a difference only gives a warning. Other differences are
             always refused.
         timeout_s: how long this rank waits for other ranks before it gives up, in seconds. For another rank's download,
-            it waits DOWNLOAD_TIMEOUT_S.
+            this rank waits DOWNLOAD_TIMEOUT_S.
 
     Returns:
         The report of this rank.

@@ -61,13 +61,13 @@ class LiveModel:
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """Information about the folder and the whole model. It is the same on all ranks.
+    """Information about the folder and the whole model, equal on all ranks.
 
     Attributes:
-        adapters: the shapes of the tensors of the whole model's adapters.
-        dtype: the dtype in which quantized tensors of the folder are read; None for the dtype that its `config.json`
-            states.
-        tower: the names of the tensors of the model's vision tower. Empty if the model has no tower.
+        adapters: the global shapes of the whole model's adapter tensors, by name.
+        dtype: the dtype in which quantized tensors of the folder are read; None for the dtype that the folder's
+            `config.json` states.
+        tower: the names of the vision tower's tensors. Empty if the model has no tower.
     """
 
     contents: FolderContents
@@ -113,7 +113,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns patterns for the HuggingFace tensors whose parts all have megatron names that `ignore` matches."""
+    """Returns patterns for the HuggingFace tensors to leave out: `ignore` matches the mcore names of all parts."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -159,7 +159,7 @@ def _taken(here: LiveModel, reader: HuggingFaceReader) -> Iterator[LocalShard]:
     """Yields the tensors of this rank that are to be filled."""
     fills_adapters = isinstance(reader, AdapterReader)
     for shard in here.shards:
-        # The folder of an adapter can also have modules that were trained as a whole.
+        # The folder of an adapter can also have modules that were trained as a whole. Fill these modules, too.
         is_beside = fills_adapters and any(name in reader.names for name in synonyms(shard.key.name))
         if is_adapter(shard.key.name) != fills_adapters and not is_beside:
             continue

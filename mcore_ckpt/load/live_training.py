@@ -108,7 +108,7 @@ class _Tensor:
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
         if not isinstance(self.sharded, ShardedTensorFactory):
             return read(replace(self.sharded, key=key, data=memory, dtype=memory.dtype))
-        # A factory's parts can be copies of parts of `memory`. Only the factory's merge_fn can put them together again.
+        # A factory may copy parts of `memory`. Only the factory's merge_fn can put these copies together again.
         merged: torch.Tensor = self.sharded.merge_fn(dict_list_map_outplace(read, self._build(key, memory)))
         return merged
 

@@ -121,7 +121,7 @@ class SavedGroups:
 
     @staticmethod
     def of(optimizers: Sequence[Mapping[str, Any]]) -> SavedGroups:
-        """Numbers the groups of `common.pt`. Raises CheckpointCorruptError if the lists of members are malformed."""
+        """Returns the groups of `common.pt`. Raises CheckpointCorruptError if the lists of members are malformed."""
         fields = [group for state in optimizers for group in state["param_groups"]]
         kinds = [state["kind"] for state in optimizers for _ in state["param_groups"]]
         groups = tuple(SavedGroup(number, group) for number, group in enumerate(fields))
