@@ -92,8 +92,8 @@ def load_state(
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
-        CheckpointCorruptError: the checkpoint is damaged, and there is no other one to load. The message says whether
-            anything has changed.
+        CheckpointCorruptError: the checkpoint is damaged, and there is no other checkpoint to load. The message says
+            whether anything has changed.
     """
     started = time.monotonic()
     # Find.

@@ -93,7 +93,7 @@ class OptimizerPlanner:
         return PartPlan(tuple(mains), tuple(moments), newly_started, every, other)
 
     def _bound(self, state: ParameterState) -> dict[str, StoredShard] | None:
-        """Returns the stored bound state of exactly this region; None if only other regions have bound state."""
+        """Returns the stored bound state of exactly the region of `state`; None if only other regions have any."""
         key = self.locator.stored_key(ShardKey(state.name, PARAM))
         return {} if key is None else self.reader.bound_to(key, state.region)
 

@@ -72,7 +72,8 @@ class LoadPlan:
             loaded.
         extra_state: the dict that this rank gave to `save`, or None.
         step_parts: the parts of the step that this rank loads (`CheckpointManager.attach`).
-        other_model: the facts that make the live model compute something else with the same tensors.
+        other_model: the facts that make the live model compute something else than the saved model with the same
+            tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
     """

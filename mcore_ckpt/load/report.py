@@ -30,7 +30,7 @@ class LoadReport:
 
     Attributes:
         path: the checkpoint's folder, or its URL if the checkpoint came from the remote store.
-        nbytes: the bytes that this rank read from tensor files.
+        nbytes: the number of bytes that this rank read from tensor files.
         seconds: the time from the call until all ranks have agreed on the result.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
         rounded: for each kind of rounding, such as "exp_avg: float32 to bfloat16", the number of this rank's tensors
@@ -38,7 +38,7 @@ class LoadReport:
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
         other_model: the differences that make the model compute something else with the checkpoint's tensors, such as
             "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
-        kept_groups: the param groups that keep the run's rates, because the checkpoint has no counterpart of them.
+        kept_groups: the param groups that keep the run's rates, because the checkpoint has no counterpart for them.
     """
 
     path: Path | str
@@ -88,7 +88,7 @@ def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequen
 
 
 def foreign_result(trainer: Trainer, path: Path, loaded: ForeignLoad, started: float) -> LoadResult:
-    """Returns the result of loading another program's checkpoint, and logs warnings about it."""
+    """Returns the result of loading another program's checkpoint, and logs warnings about this load."""
     warn_of_other_model(trainer, path, loaded.other_model)
     _warn_of_roundings(trainer, path, loaded.rounded)
     report = LoadReport(
@@ -135,7 +135,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _deal(saved: Topology, now: Topology) -> str:
-    """Says from which saved rank each rank takes its extra_state (`Topology.place_in_turn`)."""
+    """Returns a text that says from which saved rank each rank takes its extra_state (`Topology.place_in_turn`)."""
     texts = ["each rank takes that of the saved rank at its place"]
     for axis in ("pp", "tp", "cp", "dp"):
         before, after = getattr(saved, axis), getattr(now, axis)

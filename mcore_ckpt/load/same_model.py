@@ -1,8 +1,8 @@
 """Compares what a checkpoint's model and the live model compute with the same tensors.
 
-Our own checkpoints have the facts in their manifest. For other programs' checkpoints, the facts are in Megatron-LM's
-stored arguments (`formats/torch_dist/arguments.py`), or in a `config.json` next to the weights
-(`models/stated_facts.py`).
+The comparison needs facts about both models. Our own checkpoints have the facts in their manifest. For other programs'
+checkpoints, the facts are in Megatron-LM's stored arguments (`formats/torch_dist/arguments.py`), or in a `config.json`
+next to the weights (`models/stated_facts.py`).
 """
 
 from __future__ import annotations

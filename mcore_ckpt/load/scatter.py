@@ -8,7 +8,7 @@ on both GPUs, for each pair of ranks. A batch uses the communicator of the group
 `pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before the first batch, because only two
 ranks take part in a batch.
 
-A separate gloo group would need a connection between each two ranks. torch's `scatter` would need the messages for all
+A separate gloo group would need a connection between every two ranks. torch's `scatter` would need the messages for all
 ranks in memory at once.
 """
 

@@ -136,7 +136,8 @@ class PartLoads:
 
         If no function has asked for any files of a part, there is no warning: the trainer must want none of them.
         """
-        # Each rank of a large training may have asked for all ranks, so merge the runs before they are expanded.
+        # Each rank of a large training may have asked for the files of all ranks, so merge the runs before expanding
+        # them.
         taken: dict[str, set[tuple[int, int]]] = {}
         for of_rank in asked:
             for name, ranks in of_rank.items():
