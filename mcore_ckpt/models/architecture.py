@@ -23,7 +23,7 @@ _TIED = "gpt.share_embeddings_and_output_weights"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about one model, on which the rows of its architecture's table depend.
+    """Facts about one model. The table of the model's architecture depends on these facts.
 
     An architecture's `read` function reads these facts from `config.json`, and refuses a config that lacks a required
     field.
@@ -92,7 +92,7 @@ class Architecture:
         return language_config(config, self.section)
 
     def with_language_config(self, config: HfConfig, language: HfConfig) -> dict[str, Any]:
-        """Replaces the fields of the language model; the reverse of `language_config`."""
+        """Returns `config` with the fields of the language model from `language`; the reverse of `language_config`."""
         if not _is_nested(config, self.section):
             return {**config, **language}
         own = {**(config.get(self.section) or {}), **{name: v for name, v in language.items() if name not in _OF_BOTH}}

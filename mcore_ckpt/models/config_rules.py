@@ -281,7 +281,7 @@ class SigmoidScores:
         ):
             rule.to_mcore(hf)
         # topk_routing_with_score_function (0.16.1) normalizes the weights if several experts are chosen, but not the
-        # weight of a single expert.
+        # weight of a single expert. norm_topk_prob must agree with this behaviour.
         topk = needed(hf, "num_experts_per_tok")
         Refused("norm_topk_prob", topk > 1).to_mcore(hf)
         groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
@@ -315,7 +315,7 @@ class SigmoidScores:
 class SharedExperts:
     """The rule for shared experts. HuggingFace's config states how many there are.
 
-    Megatron has one shared expert that is as large as all of them together.
+    Megatron has one shared expert that is as large as all of HuggingFace's shared experts together.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:

@@ -284,7 +284,8 @@ def _params_dtype(transformer: Any, dtype: Any) -> Any:
 
 
 # megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1), but
-# rules know only one form of each value. These functions convert all forms to this one before values are compared.
+# rules know only one form of each value. Before values are compared, these functions convert each value to the form
+# that the rules know.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,

@@ -342,7 +342,7 @@ def _plain(number: float) -> float | int:
 
 
 def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
-    """Returns short names if every layer of these names has an adapter, else the full names.
+    """Returns short names if every layer with one of these names has an adapter, else the full names.
 
     PEFT adds adapters to all layers whose names end with a given short name.
     """

@@ -51,7 +51,7 @@ def quantization_of(config: HfConfig) -> Quantization | None:
 
 
 def without_quantization(config: HfConfig) -> dict[str, Any]:
-    """Returns the config of the same model with plain weights, without the quantization fields of any section."""
+    """Returns the config of the same model with plain weights, in which no section has quantization fields."""
     return {
         name: without_quantization(value) if isinstance(value, Mapping) else value
         for name, value in config.items()

@@ -68,7 +68,8 @@ def model_from_config(
 def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
     sections = [section for section in config.values() if isinstance(section, Mapping)]
     for name, value in (item for section in (config, *sections) for item in section.items()):
-        # The code below loops over as many layers, heads and experts as the config states.
+        # Check these numbers first, because the code below loops over as many layers, heads and experts as the config
+        # states.
         if str(name).startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
             raise UnsupportedError(f"config.json: {name} is {value}, more than {_MOST_COUNTED}: no such model exists")
     try:

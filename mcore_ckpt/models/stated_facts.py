@@ -82,7 +82,7 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
     Returns:
         The differences. In each of them, `saved` is the config's value, and `live` is the live model's value.
     """
-    # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
+    # Megatron-Bridge and mbridge keep the language model in a module that also has the vision tower.
     model = getattr(model, "language_model", None) or model
     stated = to_mcore_config(hf_model)
     check_known(stated.transformer, model.config)

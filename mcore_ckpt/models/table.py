@@ -120,9 +120,9 @@ class Row:
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
             order of their rows. The keys are megatron's names of the sections, and each value is the section's number
             of rows, in words. Gate and up of `linear_fc1` need no sections.
-        per: the name of the size that says how often the row occurs, for a row outside of the decoder's layers that
-            occurs several times (once per layer of a vision tower). All names contain `{number}`, which counts from 0.
-            Empty for all other rows.
+        per: the name of the size that says how often the row occurs. Used for rows outside of the decoder's layers that
+            occur several times, such as once per layer of a vision tower. All names of such a row contain `{number}`,
+            which counts from 0. Empty for all other rows.
     """
 
     mcore: str
@@ -155,13 +155,12 @@ class Table:
             experts, as in a model that transformers 5 has in memory. Names are relative to the same prefixes as in
             `layer`.
         ignored: regular expressions for the names of HuggingFace tensors that are left out.
-        mcore: the beginning of the names of the decoder's tensors in mcore: `language_model.` in vision-language
-            models.
-        hf: the beginning of the names of the decoder's tensors in HuggingFace.
+        mcore: the beginning of the mcore names of the decoder's tensors: `language_model.` in vision-language models.
+        hf: the beginning of the HuggingFace names of the decoder's tensors.
         hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
         hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is the layer's
-            number among these layers, and `{layer}` its number if the decoder's layers are counted first.
-        hf_mtp_decoder: the text after `hf_mtp_layer` in the names of the rows of `layer`.
+            number among these layers, and `{layer}` is the layer's number if the decoder's layers are counted first.
+        hf_mtp_decoder: the text between `hf_mtp_layer` and the names in `layer`, for multi-token-prediction layers.
         spellings: pairs of two beginnings of names: one that a folder can have, and the one that the table has instead.
             The first pair that fits a name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
