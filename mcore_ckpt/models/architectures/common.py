@@ -17,7 +17,7 @@ MODEL = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
     Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
     Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
-    # The head of a ...ForTokenClassification has a bias. mcore's value heads have none.
+    # The head of a ...ForTokenClassification has a bias. mcore's value heads have none, so this row has no mcore name.
     Row("", {"score.bias": "1"}, when="value score_bias"),
 )
 
@@ -28,7 +28,7 @@ NORMS = (
 
 
 def attention(hf: str, when: str, queries: str = "heads", order: Transform = qkv, bias: str = "") -> tuple[Row, ...]:
-    """Returns the rows of the projections of attention.
+    """Returns the rows of attention's projections.
 
     Args:
         hf: the beginning of the projections' HuggingFace names.
@@ -127,7 +127,7 @@ def below(mcore: str, hf: str, rows: Iterable[Row], **more: Any) -> list[Row]:
 
 
 def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
-    """Returns the rows of `MODEL` for the language model of a vision-language model, which is never a value model.
+    """Returns the rows of `MODEL` for a vision-language model's language model, without the rows of value models.
 
     `renamed` turns HuggingFace's usual names into the model's names.
     """

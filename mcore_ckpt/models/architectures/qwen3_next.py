@@ -1,7 +1,7 @@
 """Qwen3-Next, which has linear attention (GatedDeltaNet) in most layers and gated attention in the other layers.
 
-`config.json` does not mention the multi-token prediction of these models. The names of the tensors show it
-(`ModelFacts.unstated_mtp`).
+`config.json` does not mention the multi-token prediction of these models. Only the names of the tensors show whether a
+model has multi-token prediction (`ModelFacts.unstated_mtp`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 class ZeroCentred:
     """Shifts the weight of a norm by 1, because mcore multiplies by 1 + weight and HuggingFace by weight.
 
-    The shift is exact in both directions if HuggingFace's weight is in [0.5, 2], where trained weights of norms are. A
+    The shift is exact in both directions if HuggingFace's weight is in [0.5, 2], as trained weights of norms are. A
     weight outside of this range is rounded once to the dtype.
     """
 

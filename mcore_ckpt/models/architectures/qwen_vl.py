@@ -5,10 +5,10 @@ In megatron, the module `language_model` is the language model. The section `tex
 the same on both sides, or consists of megatron's modules (`vision_model`). Megatron-Bridge uses transformers' tower in
 Qwen2.5-VL. mbridge's Qwen2.5-VL and both programs' Qwen3-VL use megatron's modules.
 
-The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
-`Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
-get the section for the language model as if this section were the whole file (`Architecture.section`); `vision_config`
-stays as it is.
+The table of a vision-language model has the rows of a decoder and the rows of a tower. The names in the decoder's rows
+get a prefix on both sides (`Table.mcore`, `Table.hf`). The rows of the tower's layers occur once per layer (`Row.per`).
+The rules of `config.json` get the section for the language model as if this section were the whole file
+(`Architecture.section`); `vision_config` stays as it is.
 
 A live model has a tower of one of two kinds. So the table has the tower's rows twice: with megatron's names and cuts,
 and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show which
