@@ -21,7 +21,7 @@ def choice_of(
     If the checkpoint has no adapters, the model's adapters keep their values. Then the base model is loaded even with
     `skip_frozen`, because there is nothing else to load.
 
-    `live` has the names of the model's tensors on this rank, and `stored` the names of the checkpoint's tensors.
+    `live` has the names of the model's tensors on this rank, and `stored` has the names of the checkpoint's tensors.
 
     Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """

@@ -96,7 +96,7 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
 def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
     """Refuses InferenceGroupedMLP (0.17) in training, and after its first forward.
 
-    The first forward makes one tensor of all experts' weights, and turns the parameters into views of this tensor. So
+    The first forward makes one tensor of all experts' weights, and turns the parameters into parts of this tensor. So
     the model no longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
     """
     if type(module).__name__ != "InferenceGroupedMLP":
