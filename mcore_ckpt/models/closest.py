@@ -50,7 +50,7 @@ def describe_closest(
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well a table fits a folder.
+    """A measure of how well a table fits a folder.
 
     Attributes:
         placed: the number of the folder's tensors for which the table has a place.

@@ -100,7 +100,7 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
 
     Training can add tokens, which use rows of megatron's padding, but the configuration still describes the base model.
     Without this function, the rows of these tokens would be cut off as padding. `rows` is the number of rows of the
-    stored embedding, `tokens` the number of the tokenizer's tokens (None if it is unknown).
+    stored embedding, and `tokens` is the number of the tokenizer's tokens (None if this number is unknown).
 
     Raises:
         CheckpointMismatchError: the tokenizer has more tokens than the embedding has rows, and `config.json` states
