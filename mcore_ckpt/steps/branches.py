@@ -61,9 +61,9 @@ class Position:
     def next(self, of_step: int | None = None) -> Commit:
         """Returns the next commit.
 
-        `of_step` is the number of the step's other roles. If `of_step` is larger than `of_role`, the commit gets the
-        number `of_step`, otherwise a new number. So the numbers of a role always grow, even if the role saves a step
-        again, and roles never share a number from before a load.
+        `of_step` is the commit number that the step's other roles have. If `of_step` is larger than `of_role`, the
+        commit gets the number `of_step`, otherwise a new number. So the numbers of a role always grow, even if the role
+        saves a step again, and roles never share a number from before a load.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:
@@ -79,7 +79,7 @@ class Position:
     def at(self, step: int, commit: Commit | None, attempt: str, others: Sequence[Commit | None] = ()) -> Position:
         """Returns the position after loading a checkpoint. `others` are the commits of the step's other roles."""
         own, loaded = commit_of(step, [commit]), commit_of(step, [commit, *others])
-        if loaded.has_given_up(own.number):  # the others have saved the step again since
+        if loaded.has_given_up(own.number):  # the other roles have saved the step again since
             loaded = own
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 

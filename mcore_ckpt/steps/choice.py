@@ -1,9 +1,9 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
 The newest step is the one that was committed last. That step need not have the highest step number. Clocks do not
-count. The last commit of a role also says which steps are abandoned for that role (`branches.py`), and its manifest is
-enough for that. If files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay
-abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
+count. The last commit of a role also says which steps are abandoned for that role (`branches.py`). To find them, the
+manifest of that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the abandoned
+steps stay abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
@@ -73,7 +73,7 @@ def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
 
 
 def _is_given_up(step: Weighed, lasts: Mapping[str, StepCommit | None]) -> bool:
-    # A role without a commit number, such as one of plain files, goes with the other roles of its step.
+    # A role without a commit number, such as a role of plain files, counts only if no role of the step has a number.
     claims = [claim for claim in step.claims if claim.commit is not None] or step.claims
     found = [(lasts[claim.role], claim.number) for claim in claims]
     return bool(found) and all(last is not None and last.has_given_up(number) for last, number in found)
@@ -136,7 +136,7 @@ class Choice(Generic[Step]):
     def last_resort(self) -> str:
         """Advice for the case that no step can be loaded: how to load the newest of the `stripped` steps.
 
-        Empty without such steps.
+        Empty if there are no such steps.
         """
         if not self.stripped:
             return ""

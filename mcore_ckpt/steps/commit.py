@@ -88,7 +88,8 @@ def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
     Raises CommitError.
     """
     # The size of each file takes a call, even if the folders are listed. Each thread takes several files at a time,
-    # because otherwise, on a local file system, the threads would mostly hand over Python's global lock.
+    # because otherwise, on a local file system, the threads would spend most of their time on handing over Python's
+    # global lock.
     written = list(files)
     length = max(1, min(_FILES_AT_ONCE, len(written) // (tuning.LOOK_THREADS * _TURNS)))
     parts = [written[start : start + length] for start in range(0, len(written), length)]

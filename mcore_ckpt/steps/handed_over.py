@@ -2,8 +2,8 @@
 
 Within one file system, a save takes a handed-over file by giving it a second name in the checkpoint. A trainer that
 opened its file again under the first name would change the checkpoint. So each rank notes the first names in a file
-next to the role's folder before the commit, and removes them after the commit. If the process dies in between, the next
-start of a trainer removes them.
+next to the role's folder before the commit, and removes the first names after the commit. If the process dies in
+between, the next start of a trainer removes the noted names.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class LinkedFile:
 def write_note(staging: Path, rank: int, files: Sequence[LinkedFile], folders: Sequence[Path]) -> Path:
     """Notes durably which files of this rank have a second name below the staging folder. Returns the note's path.
 
-    `folders` are the trainer's folders that are to be removed, too, each before the folders in it.
+    `folders` are the trainer's folders that are to be removed, too. Each folder is listed before the folders in it.
 
     Raises OSError, and CommitError if the save has failed meanwhile.
     """
     work = file_names.parse_work_dir(staging.name)
     assert work is not None, "links are made only in staging folders"
     note = file_names.handed_over_note(staging.with_name(work.role), work.attempt, rank)
-    # A path may have any bytes.
+    # A path may have any bytes, so paths are quoted.
     listed = [(quote(os.fsencode(file.source)), *astuple(file)[1:]) for file in files]
     write_file(note, [json_fields.encode({"files": listed, "folders": [quote(os.fsencode(each)) for each in folders]})])
     sync_dir(note.parent)
@@ -131,12 +131,13 @@ def remove_notes(staging: Path) -> None:
 
 def _end_link(file: LinkedFile, role_dir: Path, note: Path) -> None:
     source, stored = Path(file.source), inside(role_dir, file.path)
-    found = _stat_of(source)  # before the other one, because another thread may be removing it
+    found = _stat_of(source)  # before `stored`, because another thread may be removing the trainer's name
     kept = _stat_of(stored)
     if kept is None:
         return
     if found is None:
-        # The file may have another path on this host, for example outside of a container.
+        # The trainer's name may still exist under another path on this host, for example outside of a container. So the
+        # checkpoint gets a copy that no other name leads to.
         if kept.st_nlink > 1:
             _give_own_bytes(stored, note)
     elif not os.path.samestat(kept, found):

@@ -5,7 +5,7 @@ the step is checked again after the rename, and gets its name back if anything h
 step has `.owner.json`, so no other process removes the step as a leftover. A crash leaves the step where it was, or
 leaves a `.deleted-...` folder, which does not count as a step. The next start or `prune` removes that folder.
 
-A link in the place of a step stays: removing it would free nothing, and its target may belong to another run. The
+A link in the place of a step stays: removing the link would free nothing, and its target may belong to another run. The
 removal of leftovers does not follow links, either. If a role's folder is a link, a save replaces the link by a folder
 and leaves the target as it is. A step that cannot be deleted (protected, a mount point, another user's) stays whole.
 Other steps are still deleted.

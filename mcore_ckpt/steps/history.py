@@ -86,12 +86,13 @@ class RunHistory:
     def hold(self) -> None:
         """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
 
-        The training could go back to no other checkpoint, and a program that only loads needs no trainer lock. So this
-        method takes a read lock, which does not keep another training from starting.
+        The training may have no other checkpoint to go back to. A program that only loads needs no trainer lock, so
+        this method takes a read lock, which lets another training start.
         """
         held = ExitStack()
         if self._last is not None:
-            # A checkpoint that was loaded from the nodes may be in the root, too.
+            # A checkpoint that was loaded from the nodes may be in the root, too. Then its copy in the root is
+            # protected.
             step = file_names.step_dir(self._root, self._last[0].step) / self._role
             place = self._last[1]
             is_here = isinstance(place, Path) and _is_below(self._root, place)
@@ -109,7 +110,7 @@ class RunHistory:
         before.close()
 
     def warn_of_pins(self) -> None:
-        """Warns of pinned steps after the loaded one, which the training may save again. Raises nothing."""
+        """Warns of pinned steps after the loaded step, because the training may save them again. Raises nothing."""
         if self._last is None:
             return
         last = self._last[0].step
@@ -130,8 +131,8 @@ class RunHistory:
     def in_root(self, head: ManifestSummary) -> None:
         """Notes that a checkpoint of the role is committed. Ends `hold` if its save began after the load.
 
-        The copy of an earlier step from the nodes may be committed after the load, too. Even if that step goes on from
-        the loaded checkpoint, the training does not go on from that step.
+        The copy of an earlier step from the nodes may also be committed after the load. This does not end `hold`: even
+        if that step goes on from the loaded checkpoint, the training does not go on from that step.
         """
         with self._hold_lock:
             has_gone_on = head.commit is not None and head.commit.number > self._held_at
@@ -151,7 +152,7 @@ class RunHistory:
             self._position = self._position.seen(0, max(each.number for each in together))
 
     def _together(self, with_store: bool) -> list[ManifestSummary]:
-        """Returns the checkpoints that have a commit number, of all roles, from the steps that include this role.
+        """Returns all roles' checkpoints that have a commit number, in the steps that include this role.
 
         Raises nothing, because the checkpoint is loaded already, and the other ranks go on.
         """
@@ -222,7 +223,7 @@ class RunHistory:
             return replace(manifest, run=replace(run, parent=self._parent or run.parent), commit=commit)
 
     def _largest_of_others(self, role_dir: Path, run: Run) -> int | None:
-        """Returns the largest number that the other roles of a step have in this run; None if they have none."""
+        """Returns the largest commit number that the other roles of a step have in this run; None if they have none."""
         heads = [head for head in _manifests_of_step(role_dir) if head.role != self._role and _id(head) == run.id]
         return max((head.commit.number for head in heads if head.commit is not None), default=None)
 

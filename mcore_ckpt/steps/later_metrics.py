@@ -41,12 +41,12 @@ def set_metrics(
         metrics: finite numbers by name, such as {"reward": 0.7}.
         role: the role whose checkpoint has the metrics. None stands for the step's only model, or for its only role.
         wait_s: how long to wait, in seconds, for a background save of the step to commit the role; if `role` is None,
-            to commit all roles of the step. If some of these are still missing then, only the others count. If the step
-            is saved again, wait for that save by its handle instead: until it has ended, the earlier checkpoint is
-            found.
+            to commit all roles of the step. If some roles are still missing after this time, only the committed roles
+            count. If the step is saved again, wait for that save by its handle instead: until that save has ended, the
+            earlier checkpoint is found.
 
     Raises:
-        CheckpointNotFoundError: there is no such step, or it does not have the role, or no committed one.
+        CheckpointNotFoundError: there is no such step, or the role is not committed in it, or no role is.
         InvalidArgumentError, InvalidTypeError: a name or a value is not allowed, or the step has several models and
             none is named.
         OSError: the metrics cannot be written.
@@ -113,7 +113,7 @@ def _is_there(status: StepStatus, role: str | None, is_last_look: bool) -> bool:
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:
     """Returns the summary of a committed role's manifest. If `role` is None, the step must have only one model."""
     there = [head for head in status.heads if role in (None, head.role)]
-    # The data position of a driver and the like are roles without contents.
+    # Roles without contents, such as the data position of a driver, are not models.
     models = [head for head in there if head.contents]
     if len(models or there) > 1:
         names = ", ".join(sorted(head.role for head in there))

@@ -50,7 +50,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         elif alone and any(file_names.is_under_way(entry.name, file) for file in replaced):
             _unlink(entry)
     # The name of a work folder next to a step does not contain its role. If the owner of such a folder cannot be
-    # checked, the folder counts as this role's only if no trainer of another role holds a lock.
+    # checked, the folder counts as a folder of this role only if no trainer of another role holds a lock.
     locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
     only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -120,7 +120,8 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and the process that wrote the file may
     # have died before the deletion. A save also writes an owner file into a role's folder before it replaces the
-    # folder, and retention does so before it removes an optimizer.
+    # folder. Retention writes one before it removes an optimizer. If the process is dead, the owner file is removed
+    # here.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             remove_dropped(folder, alone)

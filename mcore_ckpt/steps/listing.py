@@ -4,10 +4,11 @@ The manifests say which roles are committed. `worth.py` looks at the files and s
 only a hint at a step that may be the newest.
 
 Some callers, such as `watch` and the update of the tracker at each save, cannot look at all steps each time, because
-that takes too long. For them a process looks at all steps once and remembers their numbers (`newest_complete`), and
-later looks only at steps that may have changed. The tracker alone is not enough, because a trainer may have died after
-its commit and before it moved the tracker. One change stays unseen until the next start: another process has saved a
-known step again and died right after that. `load` and `recover` look at all steps.
+that takes too long. For these callers, a process looks at all steps once (`newest_complete`) and remembers their
+manifests. Later it looks only at steps that may have changed. The tracker alone is not enough, because a trainer may
+have died after its commit and before it moved the tracker. One change stays unseen until the next start: another
+process has saved a known step again and died right after that. `load` and `recover` look at all steps, so they see this
+change, too.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ class StepStatus(Weighed):
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
-            role's until the next trainer puts it back. The checkpoint of a flat role is moved to a folder next to the
-            step's folder, and the step's folder may then be missing.
+            role's checkpoint until the next trainer puts it back. The checkpoint of a flat role is moved to a folder
+            next to the step's folder, and the step's folder may then be missing.
         seen: the roles whose files need no look, because this process is ending their commit and has just looked at the
             files.
         says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
-        in_node_folder: true in a node's folder of the fast tier, where a step can have no more than one node's files.
+        in_node_folder: true in a node's folder of the fast tier, where the files of one node make a step complete.
     """
 
     step: int
@@ -111,7 +112,7 @@ class StepStatus(Weighed):
 
     @cached_property
     def lacks(self) -> tuple[Lack, ...]:
-        """The files that the manifests of the committed roles list and that are not there."""
+        """The files that are missing although the manifests of the committed roles list them."""
         roles = sorted(self.committed - self.seen)
         looks = (lack_of(self.role_dir(role), partial(self._find, role), self.in_node_folder) for role in roles)
         return tuple(lack for lack in looks if lack is not None)
@@ -166,7 +167,7 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
     for listed in _listings(root):
         there = [step for step in listed.folders if wanted is None or step in wanted]
         look = partial(_look_at, listed, _known(root, listed.folders))
-        # Looks at steps wait for the file system most of the time.
+        # A look at a step mostly waits for the file system, so several threads look.
         looks = dict(zip(there, results_of(there, look, tuning.LOOK_THREADS), strict=True))
         for step in wanted or ():
             statuses.pop(step, None)
@@ -229,7 +230,7 @@ def newest_complete(
             is_sure = is_sure and all(look.is_sure for look in looks)
             last = [look.status.having_seen(seen) for look in looks if role in (None, *look.status.committed)]
             found += last
-            # The remaining steps are older than the last one that was looked at.
+            # The remaining steps are older than the step that was looked at last, so none of them is the newest.
             ordered = oldest_first(found)
             if number and last and newest(found) in ordered[ordered.index(last[0]) :]:
                 break
@@ -271,7 +272,7 @@ def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[lis
 
 
 def read_tracker(root: Path) -> int | None:
-    """Returns the step that the tracker names; None if there is no tracker or it holds no step. Raises nothing."""
+    """Returns the step that the tracker names; None if the tracker is missing or names no step. Raises nothing."""
     try:
         return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
     except (OSError, CheckpointCorruptError, UnicodeDecodeError):
@@ -299,7 +300,7 @@ def _listings(root: Path) -> Iterator[_Listed]:
 
 def _list(root: Path) -> _Listed:
     # Both results come from one listing. Between two listings, a save could move a step aside and put it back, so that
-    # neither shows it.
+    # neither listing shows the step.
     entries = _entries(root) if root.is_dir() else []
     folders = file_names.step_dirs_among(root, entries)
     moved = _moved_aside(root, entries)
@@ -361,7 +362,7 @@ def _number_of(path: Path) -> int | None:
         for folder in (path / entry.name for entry in entries if not is_root and _may_be_role(entry)):
             with suppress(OSError, CheckpointCorruptError, CheckpointNotFoundError):
                 says = read_manifest_summary(folder)
-                # If a role's folder was renamed, it is a copy, so the folder around it is not a step.
+                # A role's folder that was renamed is a copy, so the folder around it is not a step.
                 found |= {says.step} if says.role == folder.name else set()
     return found.pop() if len(found) == 1 else None
 
@@ -422,7 +423,7 @@ def _with_later_metrics(
 
 
 def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:
-    """True if the look missed a step or role of the listing, which may have been renamed, deleted or made since."""
+    """True if a look missed a step or role whose folder may have been renamed, deleted or made since the listing."""
     names = {entry.name for entry in entries}
     if not found and (moved is not None or not names or file_names.MANIFEST_FILE in names):
         return True
@@ -505,7 +506,7 @@ def holds_something(status: StepStatus) -> bool:
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:
-    """Describes the error if the folder stays unreadable, so that the other steps can be used without it.
+    """Describes the error if the folder stays unreadable, so that the other steps can still be used.
 
     Raises the error if it may be temporary. If a temporary error were ignored, the trainer could resume from an older
     step and lose training.
@@ -565,7 +566,7 @@ def heads_at(role_dir: Path) -> list[ManifestSummary]:
 
 
 def is_of_attempt(role_dir: Path, attempt: str) -> bool:
-    """True if the checkpoint that is committed in a role's folder is that of a save. Raises OSError."""
+    """True if the committed checkpoint in a role's folder has the id `attempt`. Raises OSError."""
     return [head.attempt for head in heads_at(role_dir)] == [attempt]
 
 
@@ -575,7 +576,7 @@ def check_own_step(path: Path) -> None:
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
-    """Raises CommitError if a step has a folder with another name, because `load` could not know which one is meant."""
+    """Raises CommitError if a step has a folder with another name. `load` could not know which folder is meant."""
     for path in file_names.step_dirs(root).get(step, []):
         if path.name not in (role_dir.name, role_dir.parent.name) and step_status(path).committed:
             raise CommitError(
