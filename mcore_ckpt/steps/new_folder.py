@@ -28,9 +28,9 @@ class Replaceable:
     """Says what a tool may replace if its output folder already has files.
 
     Attributes:
-        force: True if the user has asked for it.
+        force: True if the user has asked to replace files.
         what: the kind of thing that the tool writes, for messages.
-        is_like: returns whether a folder holds such a thing. No other folder is ever replaced.
+        is_like: returns whether a folder holds a thing of this kind. No other folder is ever replaced.
     """
 
     force: bool
@@ -41,7 +41,8 @@ class Replaceable:
 def check_may_replace(path: Path, replaceable: Replaceable) -> None:
     """Checks that a tool may make a folder: `path` does not exist, is an empty folder, or may be replaced.
 
-    A model that is already in the folder may be somebody's only copy, or the model that the tool is reading.
+    Nothing else is replaced, because a model that is already in the folder may be somebody's only copy, or the model
+    that the tool is reading.
 
     Raises:
         InvalidArgumentError: there is a file, or a folder that the tool must not replace.
@@ -83,7 +84,7 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
         sizes: the size of each file in bytes, or a lower bound of it.
 
     Raises:
-        NoRoomError: they do not fit.
+        NoRoomError: the files do not fit.
         OSError: the folder cannot be opened.
     """
     space = space_of(path.parent)

@@ -1,4 +1,4 @@
-"""Lets a tool write a step into a root as a trainer does: it holds the locks, and replaces only what it may replace.
+"""Lets a tool write a step into a root as a trainer does: the tool holds the locks, and replaces only what it may.
 
 A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. Such a step takes the
 commit number and the branch of the step before it, or of the first step if no step is before it. So a later step stays
@@ -119,7 +119,9 @@ class NewStep:
         return self._staged[role_dir]
 
     def add_companions(self, companions: Mapping[str, Path]) -> None:
-        """Copies the files that a trainer keeps in a step with its roles. `publish` puts them in place with the roles.
+        """Copies the files that a trainer keeps next to the roles of a step.
+
+        `publish` puts them in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
@@ -206,8 +208,8 @@ def check_may_write(
     `step_path` is the folder that the step will have; None for the usual one.
 
     Raises InvalidArgumentError if the step is pinned, already has one of `roles`, has a role of another run, or has a
-    folder with another name. Raises it also if the root is in a step, or if the root's tracker belongs to another
-    program. Raises OSError if the step cannot be read.
+    folder with another name. Raises InvalidArgumentError also if the root is in a step, or if the root's tracker
+    belongs to another program. Raises OSError if the step cannot be read.
     """
     _check_root(root, force)
     new = step_path or file_names.step_dir(root, step)

@@ -41,7 +41,7 @@ class NodeFiles:
 
     @property
     def nbytes(self) -> int:
-        """The size of the files that are here."""
+        """The size of the files that are here, in bytes."""
         return sum(file.size for file in self.here)
 
     def by_nodes(self) -> list[tuple[tuple[str, ...], list[FileRecord]]]:
@@ -79,7 +79,8 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
 def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
     """Returns the steps of a folder. In a node's folder of the fast tier, one node's files make a step complete.
 
-    If a root has a step of the fast tier, somebody has copied it there from one node, and it is only a part of a step.
+    If a root has a step of the fast tier, somebody has copied it there from one node, and the copy is only a part of
+    the step.
 
     Raises OSError like `newest_complete`.
     """

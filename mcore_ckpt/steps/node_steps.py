@@ -37,8 +37,8 @@ Runs = tuple[tuple[int, int], ...]
 class HeldRole:
     """The files of a role's checkpoint that one node has.
 
-    If the node has not committed the checkpoint, the files are in its staging folder. `has` has the positions of these
-    files.
+    If the node has not committed the checkpoint, the files are in the node's staging folder. `has` has the positions of
+    the node's files in the manifest.
     """
 
     head: ManifestSummary
@@ -126,7 +126,7 @@ class FastCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """True if it is whole: committed, and every file is on some node."""
+        """True if the checkpoint is whole: committed, and every file is on some node."""
         return self.is_committed and not self.missing
 
 
@@ -220,8 +220,8 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
     """Returns the whole checkpoints of a role that survive the loss of the largest number of nodes.
 
-    These are the checkpoints with `replicas` copies of each file. If none has so many copies, because nodes were lost
-    or died before their copies were complete, these are the checkpoints with the most copies.
+    These are the checkpoints with `replicas` copies of each file. If nodes were lost, or died before their copies were
+    complete, there may be no such checkpoint. Then these are the checkpoints with the most copies.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))

@@ -1,9 +1,9 @@
 """Removes the optimizer from old checkpoints that stay (`optimizer_for_last`), and the leftovers of such removals.
 
-A new manifest without the optimizer takes the place of the old one in one rename. Once it is durable, the optimizer's
-folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that has all files of
-its manifest, and perhaps files that no manifest lists. The next start of a trainer or `prune` removes the unlisted
-files.
+A new manifest without the optimizer takes the place of the old one in one rename. Once the new manifest is durable, the
+optimizer's folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that has
+all files of its manifest, and perhaps files that no manifest lists. The next start of a trainer or `prune` removes the
+unlisted files.
 
 The checkpoint keeps its `attempt`, because it is the same save. Later checkpoints name this `attempt` as their parent.
 The copy in a remote store keeps its optimizer, and still counts as a copy of the checkpoint. `dropped` in the manifest

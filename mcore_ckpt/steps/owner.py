@@ -156,8 +156,9 @@ def _start_in(stat: list[str]) -> int:
 
 
 def _is_over(stat: list[str]) -> bool:
-    # A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers none waits for orphans.
-    # The other threads of a zombie may still write while they are ending.
+    # A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers no process waits for
+    # orphans. Other threads of a zombie may still write while they are ending, so the zombie's life is over only once
+    # no other thread is left.
     return stat[0] in "XZ" and int(stat[17]) <= 1
 
 

@@ -1,9 +1,10 @@
 """Pins steps, so that retention never deletes them.
 
 A pin belongs to the step's number. A training that has gone back may save a pinned step again, and then the new save
-has the pin. Such a save is not refused: it would be refused again after each restart, and stop a training that nobody
-watches. So the load that goes back behind a pinned step warns of it (`RunHistory.warn_of_pins`), and so does the save.
-Tools, whose user is there to decide, replace no pinned step.
+has the pin. Such a save is not refused, because it would be refused again after each restart, and a training that
+nobody watches would stop. Instead, the load that goes back behind a pinned step warns of the pin
+(`RunHistory.warn_of_pins`), and the save warns, too. Tools replace no pinned step, because their user is there to
+decide.
 """
 
 from __future__ import annotations

@@ -76,12 +76,15 @@ def _open_for_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks a file without waiting. Returns False if another process may hold the lock. Without locks, returns True."""
+    """Locks a file without waiting.
+
+    Returns False if another process may hold the lock; True on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error says nothing about readers: NFS refuses a file that is open only for reading (EBADF), and a
-        # server may not answer.
+        # After any other error a reader may hold the lock: NFS refuses a file that is open only for reading (EBADF),
+        # and a server may not answer.
         return error.errno in _NO_LOCKS
     return True
 

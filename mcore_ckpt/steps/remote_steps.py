@@ -112,7 +112,7 @@ class RemoteSteps:
         self._manifests: dict[str, RemoteRole] = {}
 
     def steps(self) -> list[RemoteStep]:
-        """Returns all steps, the oldest first. Raises RemoteError."""
+        """Returns all steps, sorted by number. Raises RemoteError."""
         numbers = {
             step
             for name in self.store.names("")
@@ -175,7 +175,7 @@ class RemoteSteps:
     def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
         """Returns the newest attempt that has all its files.
 
-        If no attempt has all its files, or there is only one attempt, returns the newest.
+        If no attempt has all its files, or there is only one attempt, returns the newest attempt.
         """
         ordered = sorted(heads, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
@@ -236,7 +236,8 @@ class RemoteSteps:
         Raises OtherRunError if the store belongs to another run, and RemoteError.
         """
         if self.claimed() is None:
-            # The store's `.run.json` may be lost, or two runs may have written it at once.
+            # If the store's `.run.json` is lost, the checkpoints in the store show which run the store belongs to. The
+            # file is read again below, because two runs may write it at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]
             text = runs.encode(_claimant(own, there))
             self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))
