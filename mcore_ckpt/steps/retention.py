@@ -3,8 +3,8 @@
 `judge` decides, and needs only the statuses of the steps. The statuses are read from disk each time, so any process can
 delete: a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
-To add a rule, add a field to `PreservationPolicy`, and a reason to `_Kept.reasons`. So that users can set it, add the
-field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
+To add a rule, add a field to `PreservationPolicy`, and a reason to `_Kept.reasons`. So that users can set the rule, add
+the field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
 policies from their frameworks' options.
 
 `keep_for` compares the time in the manifest with this host's clock. If a clock was set back, or this host's clock is
@@ -51,13 +51,15 @@ class PreservationPolicy:
 
     Attributes:
         max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
-        keep_every: complete steps whose number is a multiple of this stay, too, including step 0; None for no rule.
+        keep_every: complete steps whose number is a multiple of this value stay, too, including step 0; None for no
+            rule.
         keep_best: for each of these rules, the complete steps with the best values of its metric stay, too. Abandoned
             steps and steps without the metric do not count. Of steps with equal values, the later commit counts as
             better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
-        optimizer_for_last: how many of the newest complete steps of each role, among those that have an optimizer, keep
-            it. Other steps that stay lose theirs, unless they are pinned. None: all steps keep their optimizer.
+        optimizer_for_last: how many steps of each role keep the optimizer: the newest of the complete steps that have
+            one. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their
+            optimizer.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -116,7 +118,7 @@ def too_old(
     others: Mapping[str, PreservationPolicy] = NO_OTHERS,
 ) -> list[Step]:
     """Returns the steps that may be deleted. The arguments are those of `judge` and `judge_together`."""
-    # Deciding about optimizers would look at files.
+    # The rules for optimizers are left out, because deciding about optimizers would look at files.
     policy, *rules = (replace(each, optimizer_for_last=None) for each in (policy, *others.values()))
     decisions = judge_together(statuses, policy, dict(zip(others, rules, strict=True)), committed, spared)
     return [decision.status for decision in decisions if not decision.stays]
@@ -129,10 +131,11 @@ def judge_together(
     committed: int | None = None,
     spared: Collection[int] = (),
 ) -> list[RetentionDecision[Step]]:
-    """Decides as `judge` does, but what the rules of another role keep in the steps of that role stays, too.
+    """Decides as `judge` does, but also keeps the steps and optimizers that the rules of other roles keep.
 
-    `others` are the rules of other roles, by role (`role_rules.py`). A role without `max_to_keep` has no say about
-    steps, and a role without `optimizer_for_last` none about its optimizer.
+    `others` are the rules of other roles, by role (`role_rules.py`). The rules of a role count only for steps that have
+    the role. A role without `max_to_keep` has no say about steps. A role without `optimizer_for_last` has no say about
+    its optimizer.
     """
     decisions = judge(statuses, policy, committed, spared)
     for role, rules in others.items():
@@ -170,8 +173,8 @@ def judge(
     other old step.
 
     The step that was saved last (`committed`) stays with all its files, even if it is not among the newest, as after a
-    rollback. So do the `spared` steps, such as the best step. Raises OSError or RemoteError: the files of a step cannot
-    be looked at.
+    rollback. The `spared` steps, such as the best step, also stay with all their files. Raises OSError or RemoteError:
+    the files of a step cannot be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)
@@ -463,7 +466,7 @@ def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
     except OSError as error:
         obstacle = f"it cannot be checked: {error}"
     if obstacle is not None:
-        hidden.put_back()  # first: a hidden step without an owner counts as deleted, and others remove its files
+        hidden.put_back()  # first, because other processes remove the files of a hidden step without an owner
         (status.path / file_names.OWNER_FILE).unlink(missing_ok=True)
     with suppress(OSError):  # the renames are done, even if they cannot be made durable
         sync_dir(status.path.parent)

@@ -72,7 +72,7 @@ class RoleWriter:
 
 
 class RoleReader:
-    """Reads the files of a committed role and checks each one's size and CRC.
+    """Reads the files of a committed role and checks the size and CRC of each file.
 
     Raises CheckpointNotFoundError if the folder has no manifest, so nothing is committed there. Raises
     CheckpointCorruptError if the manifest is damaged.
@@ -121,7 +121,7 @@ class RoleReader:
         return crc == record.crc32
 
     def put(self, path: str, target: Path, shares: bool = False) -> None:
-        """Gives a file of the role, which has been checked, to the trainer as a new file: the reverse of `add`.
+        """Gives a file of the role to the trainer as a new file: the reverse of `add`.
 
         Raises OSError, and CheckpointCorruptError if the file is damaged. Damage is found only if the file is copied,
         not if it is linked (`shares`).
@@ -158,7 +158,7 @@ def commit_role(
             `ranks.single_process_agreement` makes it.
         role_dir: the role's folder in the step's folder. It must lie on a file system that all ranks share.
         step: the step's number.
-        roles: the roles that the step consists of, with or without this one. The step is complete once all of them are
+        roles: the roles that the step consists of, with or without this role. The step is complete once all of them are
             committed. If `roles` is a function, it is called on rank 0 after all ranks have written.
         write: writes this rank's files. If `write` raises on one rank, all ranks raise.
         kind: the kind of these files in the manifest.
@@ -230,8 +230,8 @@ def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: st
 
 def uncommit_role(role_dir: Path) -> None:
     """Undoes a role's commit, if any, by deleting its manifest. Then the step is not complete. Raises OSError."""
-    # The manifests of replaced checkpoints go first. Otherwise one of these checkpoints would become the role's
-    # checkpoint again, and stay so if a power loss comes in between.
+    # The manifests of replaced checkpoints go first. Otherwise a power loss in between would leave one of these
+    # checkpoints as the role's checkpoint.
     for folder in (*replaced_checkpoints(role_dir), role_dir):
         with suppress(FileNotFoundError):
             (folder / file_names.MANIFEST_FILE).unlink()
@@ -242,7 +242,7 @@ def uncommit_earlier_save(step_path: Path, role: str, driver_role: str) -> None:
     """Undoes an earlier save of a step, before a role of this step is saved again.
 
     A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
-    would be complete as soon as it has all roles, although these come from different saves. An earlier save of
+    would be complete as soon as it has all roles, although the roles come from different saves. An earlier save of
     `role` is undone, too, because a new async save of `role` may commit after the driver. The role of plain files
     (`driver_role`) is removed first, because it is saved again last.
 
@@ -265,12 +265,12 @@ def _check_not_saved_again(role_dir: Path) -> None:
     """
     step_path = role_dir.parent
     saves = [save for save in running_saves(step_path.parent, [step_path]) if save.staging.parent == step_path]
-    if not saves:  # also if the folder is no step yet, as NeMo-RL's temporary ones
+    if not saves:  # also if the folder is not a step yet, such as NeMo-RL's temporary folder
         return
     status = step_status(step_path)
     attempts = {head.role: head.attempt for head in status.heads if head.role in status.committed - {role_dir.name}}
     for save in saves:
-        # Once a save is committed, its staging folder holds the checkpoint that it has replaced.
+        # A committed save does not count: its staging folder holds the checkpoint that it has replaced.
         if save.role in attempts and attempts[save.role] != save.attempt and save.life is not Life.DEAD:
             raise CommitError(
                 f"{step_path / save.role}: {save.by} is saving this role again, and its earlier checkpoint is still "
@@ -291,7 +291,7 @@ def files_manifest(
 ) -> Manifest:
     """Returns the manifest of a role that has files and no tensors.
 
-    The step consists of `roles`, with or without this one. `files` has the rank that wrote each file, and the file.
+    The step consists of `roles`, with or without this role. `files` has the rank that wrote each file, and the file.
     """
     return Manifest(
         step=step,

@@ -3,8 +3,8 @@
 A step is deleted as a whole, so the retention of one role also deletes the other roles of the step. If the roles have
 different rules, such as in verl, where each worker has its own options, no role may delete what the rules of another
 role keep. The roles can be separate programs, and one of them may start later than the others. So each role notes its
-rules in a file, and only steps of several roles need one. A role whose rules keep everything has no file, and leaves
-the decision to the others.
+rules in a file. Only steps of several roles need such files. A role whose rules keep everything has no file, and leaves
+the decision to the other roles.
 """
 
 from __future__ import annotations

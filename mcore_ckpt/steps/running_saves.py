@@ -43,7 +43,10 @@ class RunningSave:
 
 
 def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[RunningSave]:
-    """Returns the saves that have not committed, the lowest step first. With `steps`, looks only into these folders."""
+    """Returns the saves that have a staging folder, the lowest step first.
+
+    With `steps`, looks only into these folders.
+    """
     folders = [root, *(own_steps(root) if steps is None else steps)]
     listed = results_of(folders, _entries, tuning.LOOK_THREADS)
     found = [save for folder in listed for entry in folder if (save := _save_in(root, entry)) is not None]
@@ -72,8 +75,8 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
 
 
 def _began(staging: Path) -> float:
-    # The time of the owner's file tells when the save began. Only if there is no such file, the time of the folder is
-    # used, because the folder's time changes with each new file in the folder.
+    # The time of the owner's file tells when the save began. The time of the folder is used only if there is no such
+    # file, because the folder's time changes with each new file in the folder.
     for path in (staging / file_names.OWNER_FILE, staging):
         with suppress(OSError):
             return os.stat(path).st_mtime

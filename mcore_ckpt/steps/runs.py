@@ -5,15 +5,16 @@ remote store have the identity, too. A checkpoint of another run is never loaded
 replaced and never deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides for
 all places.
 
-A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
-run, with the copied steps as its own. See docs/architecture.md.
+A root that was moved or mounted elsewhere goes on as the same run. If the original root is still there, its copy
+becomes a new run, to which the copied steps belong. See docs/architecture.md.
 
-- Copied root. The file, or the newest manifest if there is no file, names a root that is another folder, still exists,
-  and has the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to the new run,
-  too, because a user who copies a root wants to go on from the copy, and wants old steps to be deleted. An id alone
-  would also claim later saves of the original, so the file keeps the largest number of the copied commits. The new
-  identity follows from the copied file, so roles that replace the file at the same time agree on the identity. If this
-  host cannot see the original, a copy looks like a moved root, so the original and the copy have the same identity.
+- Copied root. The file (or, if there is no file, the newest manifest) names a root. If that root is another folder,
+  still exists, and has the same id, a new run begins. The parent of the new run is the newest step. The copied steps
+  belong to the new run, too, because a user who copies a root wants to go on from the copy, and wants old steps to be
+  deleted. An id alone would also claim later saves of the original, so the file keeps the largest number of the copied
+  commits. The new identity follows from the copied file, so roles that replace the file at the same time agree on the
+  identity. If this host cannot see the original, a copy looks like a moved root, so the original and the copy have the
+  same identity.
 - Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
   the run from which that run came. Once retention has deleted all steps of a run in this chain, nothing names the runs
   before it.
@@ -22,8 +23,8 @@ run, with the copied steps as its own. See docs/architecture.md.
   at another path does not take the steps over, because a new training that names the store of an old training by
   mistake looks just the same. To continue the old training there, copy the store's `.run.json` into the root.
 - The first upload to a store claims the store, by writing a copy of `.run.json` into it. If two runs claim a store at
-  once, both read the file back, and the second run stops. The uploads of the second run until then have its id, so the
-  first run leaves them alone.
+  once, both read the file back, and the second run stops. The first run leaves the earlier uploads of the second run
+  alone, because these uploads have the second run's id.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class RootRun:
 
     Attributes:
         run: the run.
-        inherits: the other runs whose steps were in the root when the run began, as a mapping from the id of each to
-            the largest commit number of its steps there. These steps belong to the run, too; later commits of the other
-            runs do not.
+        inherits: the other runs whose steps were in the root when the run began, as a mapping from the id of each other
+            run to the largest commit number of its steps in the root. These steps belong to `run`, too; later commits
+            of the other runs do not.
         reserved: for each role, the largest number that a commit in a store or on nodes may have, whether or not that
             commit was ever seen.
     """
@@ -194,7 +195,7 @@ def settle(
     Only the process that holds a role's trainer lock calls it, before its first commit.
 
     Args:
-        home: the folder that has the file: the root, or one in a node's folder if nothing is saved to the root.
+        home: the folder that has the file: the root, or a folder in a node's folder if nothing is saved to the root.
         root: the root.
         heads: the summaries of the manifests in the root and on this node.
         took_over: the run of a store or of nodes, if the training goes on from there; None otherwise.

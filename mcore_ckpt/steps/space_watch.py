@@ -4,9 +4,9 @@ A save frees nothing before its commit: the checkpoint that it replaces, and old
 space that is free at the beginning counts.
 
 If no step will be deleted, the commit already checks whether the next save will fit, because that save may begin at
-once. If steps will be deleted, the free space shows this only once the steps are gone. That later check may take long,
-because it reads manifests and space may be freed late. So it runs on a separate thread: neither saves nor deletions
-wait for it.
+once. If steps will be deleted, the free space shows whether the next save will fit only once the steps are gone. That
+later check may take long, because it reads manifests and space may be freed late. So it runs on a separate thread:
+neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
@@ -122,7 +122,7 @@ class SpaceWatch:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
     def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
-        """Warns once if the next save, with the need of the last check, will not fit. Makes only system calls.
+        """Warns once if the next save, with the need of the last check, will not fit. It reads no files, so it is fast.
 
         `deletes` is True if retention deletes steps now, or after the commits of other roles. Then this method does not
         warn, because each deleted step frees about the space of one save. Returns the argument for `foresee`, which the
@@ -217,7 +217,7 @@ class SpaceWatch:
         return f"'{self._prune} --dry-run' shows which steps could be deleted"
 
     def _what_prune_frees(self, look_s: float) -> str:
-        """Says what a command could delete, or names only the command if that takes longer than `look_s` seconds."""
+        """Says what a command could delete. If the look takes longer than `look_s` seconds, names only the command."""
         # If the last look still goes on, the file system hangs or is slow, and another look would end no sooner.
         if look_s <= 0 or self._prune_look.is_at_work:
             return self._prune_shows()
@@ -280,7 +280,7 @@ def _settled_space(
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
-    """True if one of the limits leaves more than at any earlier look. Notes in `most` the most that each ever left.
+    """True if a limit leaves more than at any earlier look. Notes in `most` the largest amount that each has left.
 
     Any other change is no sign of a deletion, because on a shared disk other users also write and delete files.
     """

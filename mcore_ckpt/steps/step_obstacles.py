@@ -54,7 +54,7 @@ def _is_protected(folder: Path) -> bool:
 
     Hiding such files by a rename would not help, because the files would still take space.
     """
-    # The system call filter of an old container makes every `access` call fail, even this one. In that case, only an
-    # attempt to remove the files shows whether they can be removed.
+    # The system call filter of an old container makes every `access` call fail, even a call with `F_OK`. In that case,
+    # only an attempt to remove the files shows whether they can be removed.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
     return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)

@@ -71,8 +71,8 @@ class StepNeed:
         kept: the need of the step's files, its folder and one owner file. The owner file is gone when the next role
             saves.
         passing: about how many more bytes a role writes and deletes again before its commit: the largest such number of
-            all roles. These are the tensors of a model that is kept only in HuggingFace's form (`hf_model` without
-            `model`).
+            all roles. These bytes are the tensors of a model that is kept only in HuggingFace's form (`hf_model`
+            without `model`).
     """
 
     kept: Need

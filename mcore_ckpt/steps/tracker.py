@@ -57,7 +57,7 @@ def move_tracker(root: Path, committed: int | None = None, seen: Path | None = N
 
 
 def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
-    """Logs a warning if the first of the steps to try is in the root, and the tracker names another. Raises nothing."""
+    """Logs a warning if the first step to try is in the root, and the tracker names another step. Raises nothing."""
     if not isinstance(tried[0], StepStatus):
         return
     path, tracked, last = root / file_names.TRACKER_FILE, read_tracker(root), tried[0].step
@@ -80,7 +80,7 @@ def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
 
 
 def tracker_problems(root: Path) -> list[str]:
-    """Returns why programs that follow the tracker would load another step than `load` does; [] if they would not."""
+    """Returns why programs that follow the tracker would not load the step that `load` loads; [] if they would."""
     path, last = root / file_names.TRACKER_FILE, newest(list_steps(root))
     if last is None and not path.exists():
         return []
