@@ -165,7 +165,7 @@ class TrainerLock:
                 hold.users += 1
 
     def release(self) -> None:
-        """Gives the lock up. The last manager of this process that does so removes the lock file. Raises nothing."""
+        """Gives the lock up. The last manager of this process to release it removes the lock file. Raises nothing."""
         with _mutex:
             hold, self._hold = self._hold, None
             if hold is None:
@@ -274,8 +274,8 @@ class TrainerLock:
 class ToolLocks:
     """The locks of the roles that a tool writes below a root. A `with` block holds them.
 
-    It also excludes trainers of other roles, because their retention would judge the new step. Tools that write other
-    roles may run at the same time. A root that has to be made gets `mode`, restricted by the umask.
+    The block also excludes trainers of other roles, because their retention would judge the new step. Tools that write
+    other roles may run at the same time. A root that has to be made gets `mode`, restricted by the umask.
 
     Raises OSError, and LockedError if a trainer saves below the root, or another tool writes one of the roles.
     """

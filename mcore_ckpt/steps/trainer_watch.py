@@ -39,7 +39,7 @@ class TrainerWatch:
         try:
             claim = read_claim(file_names.trainer_file(self._root, role))
         except OSError:
-            return Life.UNKNOWN  # the file may not be read
+            return Life.UNKNOWN  # the file cannot be read
         if claim is None:
             return Life.DEAD  # the trainer has ended
         life = Life.UNKNOWN if claim.owner is None else claim.owner.life

@@ -284,7 +284,8 @@ def commit_together(
 
     try:
         # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name: if
-        # `open_together` fails on one rank only, that rank misses this round, and its count would be one less.
+        # `open_together` fails on one rank only, that rank misses this round, and it would count one round less than
+        # the other ranks.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except HungDiskError:
         raise  # do not look at the disk, because that would hang, too

@@ -203,9 +203,10 @@ def part_size(size: int) -> int:
 
 
 class SentBytes:
-    """Computes the checksums of a file that is sent in parts, and compares them with the store's.
+    """Computes the checksums of a file that is sent in parts, and compares them with what the store reports.
 
-    `with_md5`: whether the store reports the MD5 of the whole file. Computing the MD5 takes as much time as sending.
+    `with_md5`: whether the store reports the MD5 of the whole file. Otherwise this MD5 is not computed, because that
+    takes as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -221,7 +222,7 @@ class SentBytes:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum (an ETag or an MD5) is that of the sent bytes. False if there is none."""
+        """True if the store's checksum (an ETag or an MD5) is that of the sent bytes. False if the store has none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         one = self._parts[0].hex() if len(self._parts) == 1 else ""
@@ -290,7 +291,7 @@ def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:
-    """Returns the folders of the attempts in one step that `load` no longer uses, for the role that was uploaded."""
+    """Returns the folders of the uploaded role's attempts in one step that `load` no longer uses."""
     role = uploaded.role
     attempts = {*step.others.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
     # In its own step, the attempt that was just uploaded stays. The time of this attempt may be earlier than the time

@@ -1,10 +1,10 @@
 """Uploads committed checkpoints in the background, one after the other, on a separate thread.
 
-- Rank 0 alone sends the files of all ranks, with a few threads. Its speed is limited by one node's network and one
-  Python process (some hundred MB/s). But the ranks need not communicate, so a rank that is late, dead or in another
-  state does no harm, and nothing in training depends on the upload. If every node sent its own files, each node would
-  call `Upload.run` for a part of the files, and rank 0 would wait for all nodes before `_check_all_there`. This would
-  be worth the effort if uploads took longer than the time between saves.
+Rank 0 alone sends the files of all ranks, with a few threads. Its speed is limited by one node's network and one Python
+process (some hundred MB/s). But the ranks need not communicate, so a rank that is late, dead or in another state does
+no harm, and nothing in training depends on the upload. If every node sent its own files, each node would call
+`Upload.run` for a part of the files, and rank 0 would wait for all nodes before `_check_all_there`. This would be worth
+the effort if uploads took longer than the time between saves.
 
 The commit of a checkpoint starts its upload, on a thread that ends when there is no more work. Neither training nor the
 next save waits for the upload. The thread uploads complete steps of the local root that `max_to_keep` would keep. It
@@ -103,12 +103,12 @@ class UploadQueue:
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
         self._begun: dict[str, Upload] = {}  # by folder in the store; a failed upload continues where it was
-        self._pins: dict[int, bool] = {}  # of local steps, and of steps that were local at the last upload
+        self._pins: dict[int, bool] = {}  # for steps that are local now or were local at the last upload
         self._metrics: dict[int, Mapping[str, float]] = {}  # of the steps in `_pins`
         self._latest = -1
         self._asked = False
         self._warned = False
-        # At exit, `_finish_all` waits for uploads with a limit.
+        # `must_finish` is False, because `_finish_all` waits for uploads at exit, but at most `EXIT_WAIT_S` seconds.
         self._uploads = Worker("mcore_ckpt upload", must_finish=False)
         self._looks_at_space = Worker("mcore_ckpt space", must_finish=False)
         self._stop = threading.Event()
@@ -153,7 +153,10 @@ class UploadQueue:
         self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until no upload is under way. Returns True if none is. Failed uploads may be left."""
+        """Waits at most `seconds` until no upload is under way.
+
+        Returns True if none is under way. Failed uploads may be left.
+        """
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
@@ -217,7 +220,7 @@ class UploadQueue:
     def _look_at_pins(self) -> dict[int, bool]:
         """Returns which local steps are pinned, and updates `_pins` and `_metrics`.
 
-        Retention can delete a step after each commit.
+        Each commit calls this, because retention may delete a step after the commit.
         """
         seen: dict[int, bool] = {}
         with suppress(OSError):
@@ -311,8 +314,7 @@ class UploadQueue:
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:
-            # The same step may have been committed again meanwhile, so that a new handle is in the place of this
-            # handle.
+            # If the step was committed again meanwhile, a new handle is in the place of this handle, and must stay.
             if self._waiting.get(step) is handle:
                 del self._waiting[step]
 

@@ -85,7 +85,7 @@ def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """True if the doctor that made a trial folder is dead.
 
     No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. In that case the folder's age
-    decides, if `by_age` is True. The age can be found out only by writing into the folder.
+    decides, if `by_age` is True. To find out the age, a new folder is made next to the trial folder.
     """
     life = life_of(trial)
     if life not in (None, Life.UNKNOWN):

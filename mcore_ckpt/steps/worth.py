@@ -5,7 +5,7 @@ step still is whole: an interrupted copy may lack the files in subfolders but ha
 deletion may leave the manifest. All code that loads, deletes, uploads or shows steps uses this module, for steps below
 a root, on nodes and in a store.
 
-The look takes one listing of each folder and the sizes of the files. No file but the manifest is read.
+The look takes one listing of each folder and the sizes of the files. No file except the manifest is read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lack:
 class Weighed:
     """One step below a root (`StepStatus`), in a remote store (`RemoteStep`) or on nodes (`NodeStep`)."""
 
-    if TYPE_CHECKING:  # what the steps of all places have; `lacks` and `reason` raise OSError or RemoteError
+    if TYPE_CHECKING:  # properties that each kind of step has; `lacks` and `reason` raise OSError or RemoteError
 
         @property
         def step(self) -> int: ...
@@ -140,7 +140,10 @@ class Weighed:
 
     @property
     def is_claimed(self) -> bool:
-        """True if all declared roles have manifests, and these are of one branch. It looks at no other files."""
+        """True if all declared roles have manifests, and all these manifests are of one branch.
+
+        Looks at no other files.
+        """
         return bool(self.committed) and not self.missing
 
     @property
