@@ -1,6 +1,6 @@
-"""The common parts of the two conversions of a HuggingFace folder into a checkpoint. Neither builds the model.
+"""Functions that both conversions of a HuggingFace folder share. Neither conversion builds the model.
 
-`to_native.py` writes the format of this package, and `to_torch_dist.py` writes megatron's.
+`to_native.py` writes the format of this package, and `to_torch_dist.py` writes megatron's format.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSettings:
-    """Returns the settings that the checkpoint states for its adapters. A given `alpha` replaces the checkpoint's.
+    """Returns the settings that the checkpoint states for its adapters. A given `alpha` replaces the stated alpha.
 
     Raises CheckpointMismatchError if neither the caller nor the checkpoint states alpha, and CheckpointCorruptError if
     the file with the settings is damaged.
@@ -192,7 +192,8 @@ class AdapterMerge:
     def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
         """Returns HuggingFace tensors with their adapters.
 
-        They are the `wanted` tensors if the checkpoint has mcore's names, and otherwise all weights that have adapters.
+        The tensors are the `wanted` ones if the checkpoint has mcore's names, and otherwise all weights that have
+        adapters.
         """
         found, tensors = self.source.found, self.source.tensors
         if found.has_hf_names:
@@ -240,7 +241,7 @@ class AdapterMerge:
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
-    """Returns the tensor with the values of the checkpoint's `weights`; None if these lack some of the tensor's values.
+    """Returns the tensor with the values of the checkpoint's `weights`; None if `weights` lack some of its values.
 
     In a checkpoint of adapters, `weights` are tensors that were trained in full, and buffers that training changes.
     """

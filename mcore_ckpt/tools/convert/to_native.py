@@ -53,7 +53,7 @@ def convert_to_native(
 
     Args:
         source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
-        root: the folder of all steps. During the conversion, no trainer can save below it.
+        root: the folder of all steps. During the conversion, no trainer can save below `root`.
         wanted: the layout of the new checkpoint.
         agreement: connects this process with the other processes that share the work.
         role: the name of the role's folder.
@@ -63,8 +63,8 @@ def convert_to_native(
         force: True to replace a checkpoint of this role at step 0. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or `root` has this role at step 0 and it may not be
-            replaced.
+        InvalidArgumentError: the sizes contradict each other, or `root` has this role at step 0, and this checkpoint
+            may not be replaced.
         LockedError: a trainer saves below `root`.
         CheckpointError: the HuggingFace folder is damaged or does not fit the layout, or the checkpoint cannot be
             written. All processes raise it, and `root` is as it was.

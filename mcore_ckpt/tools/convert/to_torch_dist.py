@@ -77,7 +77,7 @@ def are_alike(reader: HuggingFaceReader) -> bool:
     """Returns True if megatron gives all decoder layers the same keys (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
     Megatron gives them different keys if the layers differ, or if the config selects which layers have experts or
-    linear attention. A HybridModel has a key for each layer (`HybridStack.sharded_state_dict`, 0.18).
+    linear attention. In a HybridModel, each layer has separate keys (`HybridStack.sharded_state_dict`, 0.18).
     """
     if reader.model.architecture.table.is_hybrid:
         return False
@@ -103,8 +103,8 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
     # transformer-engine reads an empty tensor as a state without FP8, and megatron's own layers accept any state.
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
     states = dict.fromkeys((place.object_key for name in names for place in keys.states(name)), empty)
-    # `common.pt` must have no entries, because `dist_checkpointing.load` returns its entries in the same dict as the
-    # tensors, and verl passes this dict to a strict `load_state_dict`, which refuses unknown entries.
+    # `common.pt` must have no entries. `dist_checkpointing.load` returns its entries in the same dict as the tensors,
+    # and verl passes this dict to a strict `load_state_dict`, which would refuse them.
     contents = Contents.of(slices, states)
     contents.describe()  # raises an error if the contents cannot be described
     return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)

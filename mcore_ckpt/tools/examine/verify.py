@@ -221,7 +221,7 @@ def _nbytes(role_dir: Path) -> int:
 
 
 def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields a `Damage` for each file that the layout requires from a rank and that the manifest does not list."""
+    """Yields a `Damage` for each file that the layout requires from a rank but the manifest does not list."""
     listed = {file.path for file in manifest.files}
     wanted = {file_names.COMMON_FILE: 0} if "optimizer" in manifest.contents else {}
     for rank, at in enumerate(manifest.ranks):

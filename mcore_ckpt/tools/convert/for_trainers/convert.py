@@ -143,7 +143,8 @@ class _StepOfTrainer(NewFolder):
     def check(self) -> None:
         super().check()
         for name, data in self._plan.trackers.items():
-            # A larger number does not make a step the later one, because a training may have gone back.
+            # A tracker that names any other step is refused. The step with the larger number need not be the later
+            # step, because a training may have gone back.
             if not self.replaceable.force and _differs(self._root / name, data):
                 raise InvalidArgumentError(
                     f"{self._root}: {name} names another checkpoint, so trainings would not go on from step "

@@ -172,7 +172,7 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans a step without `train_state.pt`: Bridge loads it like a step of Megatron-LM (`load_checkpoint`)."""
+    """Plans a step without `train_state.pt`: Bridge loads such a step like one of Megatron-LM (`load_checkpoint`)."""
     rng_of = partial(rng_objects, of_each_replica=roles[0].reader.manifest.topology.ep > 1)
     plan = _for_megatron(selection, roles, hf_model_path, rng_of, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
@@ -223,9 +223,9 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         shared = read_shared_state(role.reader)
         trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
-        # For verl 0.9.1, write the weights only as a HuggingFace model, because verl cannot load a model together with
-        # an optimizer in this form from dist_ckpt: `dist_checkpointing.load` changes the dict of the model, and then
-        # `sharded_param_state_fully_reshardable` looks for the parameters in this dict.
+        # For verl 0.9.1, write the weights only as a HuggingFace model, because verl cannot load a model and a
+        # `fully_reshardable` optimizer together from dist_ckpt: `dist_checkpointing.load` changes the dict of the
+        # model, and then `sharded_param_state_fully_reshardable` looks for the parameters in the changed dict.
         job = _export(role, hf_model_path)
         exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
         notes += (
@@ -324,7 +324,8 @@ def _notes(
     if _has_halves(reader):
         notes.append("the main parameters were stored as remainders: start without store_param_remainders")
     if shared.was_offloaded:
-        # In such a load, megatron's `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
+        # During a load into an offloaded optimizer, megatron's `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2)
+        # raises KeyError.
         notes.append(
             "the optimizer was offloaded to the host, but megatron cannot load the converted state into an offloaded "
             "optimizer: start without optimizer_cpu_offload"

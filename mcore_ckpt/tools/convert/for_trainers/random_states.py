@@ -56,7 +56,7 @@ def _read_states(reader: NativeReader, path: str) -> dict[str, Any]:
 
 
 def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    # A run without CUDA has no state of a device, but megatron requires one.
+    # A run without CUDA has no state of a device, but megatron requires one, so give it torch's state.
     device = state["torch"] if state["device"] is None else state["device"]
     version, words, gauss = state["python"]
     return {

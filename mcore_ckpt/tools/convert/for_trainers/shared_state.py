@@ -47,16 +47,17 @@ LOOP = "megatron"
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 # For `set_checkpoint_version`: for versions below 3.0 Megatron-LM would reorder query, key and value.
 _CHECKPOINT_VERSION = 3.0
-# `get_megatron_optimizer` makes these optimizers without the `init_state_fn` that `sharded_state_dict(is_loading=True)`
-# calls.
+# Megatron cannot load these optimizers: `get_megatron_optimizer` makes them without the `init_state_fn` that
+# `sharded_state_dict(is_loading=True)` calls.
 _NOT_LOADED = {"SGD", "FusedSGD"}
 # This field of a param group is True if its parameters belong to experts that have separate process groups.
 _EXPERT_FIELD = "is_expert_parallel"
-# Megatron matches saved param groups with the run's by these fields and by the fields that `marks` returns
+# Megatron matches saved param groups with the run's groups by these fields and by the fields that `marks` returns
 # (`param_group_identifier_keys`, 0.16 to 0.18).
 _IDENTIFIERS = ("wd_mult", "lr_mult")
 # These fields show which optimizer a param group belongs to: torch's optimizers have the first field, FusedAdam has
-# the second. Groups with neither belong to HybridDeviceOptimizer, because its fields are not saved (`own_fields`).
+# the second. Groups with neither field belong to HybridDeviceOptimizer, because its fields are not saved
+# (`own_fields`).
 _TORCHS_FIELD, _FUSED_FIELD = "foreach", "bias_correction"
 
 
@@ -153,7 +154,7 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
             state["common_step"] = torch.tensor(float(step))
         else:
             # FusedAdam counts steps in its param groups, and would treat a `step` in the state as a tensor. torch's
-            # Adam counts them in the state, and would never change a `step` in its groups.
+            # Adam counts steps in the state, and would never change a `step` in its groups.
             groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
     elif step is not None:
         state["common_step"] = step

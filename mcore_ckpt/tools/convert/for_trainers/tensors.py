@@ -90,7 +90,9 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
 
 
 def read_slice(reader: NativeReader, wanted: Slice) -> torch.Tensor:
-    """Reads the elements of a slice. Moments that are not stored, because there was no step yet, are zeros.
+    """Reads the elements of a slice.
+
+    Moments that are not stored, because the optimizer has made no step yet, are read as zeros.
 
     Raises CheckpointCorruptError: a block is damaged, or some elements are in no file.
     """
@@ -183,8 +185,8 @@ def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, .
 def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict[str, bytes]:
     """Returns the `_extra_state` that transformer-engine keeps for FP8, unchanged."""
     if is_expert(tensor.name):
-        # Megatron divides the state of grouped experts by expert. Leave this state out instead, so the amax history
-        # begins anew.
+        # Megatron needs the state of grouped experts divided by expert. This conversion leaves the state out instead,
+        # so the amax history begins anew.
         return {}
     shard = Locator(reader, None).opaque(ShardKey(tensor.name, OPAQUE))
     if shard is None:

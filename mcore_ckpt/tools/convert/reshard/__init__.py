@@ -25,8 +25,8 @@ The indexes describe every byte, so no model is needed. The cuts and stages of t
   alone, the new step declares only this role. The files that the trainer keeps in the step (verl's `data.pt`,
   `transfer_queue/`) are copied unchanged, put in place just before the roles, and named in the report.
 
-Everything is planned and checked first. Then one thread reads 128 MiB of a file into one of two buffers and checks them
-block by block, while the other buffer is written. In a save, several ranks write a large file, one part each; here, one
-process writes all these parts in turn. Files that are copied unchanged (HuggingFace weights) are checked against the
-CRC in the manifest during the copy.
+Everything is planned and checked first. Then one thread reads 128 MiB of a file into one of two buffers and checks
+these bytes block by block, while the other buffer is written. In a save, several ranks write a large file, one part
+each; here, one process writes all these parts in turn. Files that are copied unchanged (HuggingFace weights) are
+checked against the CRC in the manifest during the copy.
 """

@@ -229,8 +229,8 @@ class Planner:
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """Yields the parameters for which a rank owns optimizer state, each with the owned region.
 
-        The elements of the dense parameters of each (pp, tp) are divided evenly among its data-parallel ranks. The
-        elements of the experts' parameters of each (pp, etp, ep) are divided evenly among its data-parallel ranks.
+        The data-parallel ranks of each (pp, tp) divide the elements of all dense parameters there evenly. The
+        data-parallel ranks of each (pp, etp, ep) divide the elements of the experts there in the same way.
         """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]

@@ -108,7 +108,10 @@ class RoleWriter:
         self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        """Compares the written model with the source. Every tool with a `--test` writes only a model."""
+        """Compares the written model with the source.
+
+        Nothing else is compared: each tool with a `--test` writes only a model.
+        """
         assert self.identity.contents == ("model",), "contents other than the model would not be tested"
         written = NativeReader.open(folder)
 

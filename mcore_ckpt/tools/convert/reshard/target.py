@@ -149,7 +149,7 @@ def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topol
 
 def _expert_tp(saved: Topology, tp: int, ep: int) -> int:
     # megatron-core before 0.19 cannot train with ep = 1 and etp different from tp (`state/unsupported.py`), so such a
-    # layout is written only if `etp` is given, or if the saved layout is such a layout.
+    # layout is written only if `etp` is given, or if the checkpoint has such a layout already.
     return tp if saved.etp == saved.tp or (ep == 1 and saved.ep > 1) else saved.etp
 
 
