@@ -104,7 +104,7 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
     states = dict.fromkeys((place.object_key for name in names for place in keys.states(name)), empty)
     # `common.pt` must have no entries. `dist_checkpointing.load` returns its entries in the same dict as the tensors,
-    # and verl passes this dict to a strict `load_state_dict`, which would refuse them.
+    # and verl passes this dict to a strict `load_state_dict`, which refuses unknown entries.
     contents = Contents.of(slices, states)
     contents.describe()  # raises an error if the contents cannot be described
     return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)

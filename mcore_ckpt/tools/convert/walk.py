@@ -1,6 +1,7 @@
 """Runs every conversion: several processes write files, and all files appear together once they are complete.
 
-A tool opens a reader, plans, and chooses writers and a destination. Then `write_together` takes these steps:
+A tool opens a reader, plans, and chooses writers and a destination. Then `write_together` does the following, in this
+order:
 
 1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and that there
    is enough space, removes leftovers, and makes the staging folders.

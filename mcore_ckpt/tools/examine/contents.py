@@ -59,7 +59,7 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
 def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
     """Returns the keys under which a tensor is stored: the model's key, then the keys of the optimizer's state.
 
-    The keys include a main parameter whose bytes are stored only as the model's (`StoredTensors.is_alias`).
+    The keys include a main parameter whose bytes are stored only as bytes of the model (`StoredTensors.is_alias`).
     """
     param = ShardKey(name, PARAM)
     moments = stored.kinds_in(name, stored.files(param))

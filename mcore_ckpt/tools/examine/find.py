@@ -113,10 +113,10 @@ def _foreign_kind(folder: Path, backend: Backend) -> str | None:
 
 
 def _places(path: Path, step: int | None) -> list[Path]:
-    """Returns the folders that may be a foreign checkpoint, or contain the roles of one: the path, or steps in it.
+    """Returns the folders that may be a foreign checkpoint, or contain its roles: the path, or steps in the path.
 
-    Raises InvalidArgumentError if the path is not a folder of steps although `step` is given, or if it has several
-    steps of another program, and neither `step` nor the tracker chooses one of them.
+    Raises InvalidArgumentError if the path is not a folder of steps although `step` is given. Raises the same error if
+    the path has several steps of another program, and neither `step` nor the tracker chooses one of them.
     """
     found = what_is(path)
     if step is not None:

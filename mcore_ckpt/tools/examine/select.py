@@ -64,7 +64,7 @@ def _select(path: Path, step: int | None) -> Selection:
 
 
 def check_step(path: Path, found: int, wanted: int | None) -> None:
-    """Raises InvalidArgumentError if the checkpoint at a path belongs to another step than the wanted one."""
+    """Raises InvalidArgumentError if the checkpoint at a path belongs to another step than the wanted step."""
     if wanted not in (None, found):
         raise InvalidArgumentError(
             f"{path}: is a checkpoint of step {found}, not {wanted}: leave out --step, or name the folder of all steps"

@@ -22,7 +22,8 @@ from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.trainer_watch import TrainerWatch, any_life
 
-# A role of a trainer can be one save ahead of another role, but waits for that role before the next save.
+# A role of a trainer can be one save ahead of another role, but waits for that role before the next save. So at most
+# this many steps are under way.
 _STEPS_UNDER_WAY = 2
 
 
@@ -113,7 +114,8 @@ class StepProblems:
             newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))
             limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
             oldest = max(limits, default=0)
-            # After a rollback, steps under way have lower numbers than the abandoned steps.
+            # After a rollback, steps under way have lower numbers than the abandoned steps, so look at the order of
+            # commits, too.
             last = sorted(suspects.steps, key=order_of)[-_STEPS_UNDER_WAY:]
             for status in suspects.steps:
                 is_newer = newest is not None and status in last and order_of(status) > order_of(newest)
@@ -129,7 +131,7 @@ class StepProblems:
 
 
 def life_of_saver(status: StepStatus, lives: Mapping[str, Life]) -> Life:
-    """Returns the state of the trainer that could commit the missing roles of a step."""
+    """Returns whether a trainer that could commit the missing roles of a step is alive."""
     missing = status.missing
     if status.problems or not missing:
         return Life.DEAD

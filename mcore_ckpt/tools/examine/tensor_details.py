@@ -1,8 +1,8 @@
 """Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part.
 
-Each value is read once, in batches of 16 MiB, in the order of storage, because statistics do not depend on the order.
-Mean and deviation of batches are merged without cancellation. If several tensor-parallel ranks have the same part, the
-first rank's copy is read.
+Each value is read once, in batches of 16 MiB. The statistics do not depend on the order of the values, so values are
+read in the order in which they are stored. Mean and deviation of batches are merged without cancellation. If several
+tensor-parallel ranks have the same part, the first rank's copy is read.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class KindDetails:
         shape: the global shape.
         same_as: the other kind under which the bytes are stored (fp32 training); None otherwise.
         values: the statistics; None for opaque bytes, and if `same_as` is given.
-        parts: the stored parts. If several tensor-parallel ranks have the same part, it is listed for each of their
-            files.
+        parts: the stored parts. If several tensor-parallel ranks have the same part, the part is listed for each of
+            their files.
     """
 
     kind: str
@@ -231,7 +231,8 @@ class _Sums:
         values = elements.to(torch.float64)
         self._count += len(values)
         self._zeros += len(values) - int(values.count_nonzero())
-        # A sum is finite only if all terms are finite. So for most tensors, this check is enough.
+        # A sum is finite only if all terms are finite. So for most tensors, this check shows that no element is NaN or
+        # infinite.
         if not math.isfinite(float(values.sum())):
             nans = values.isnan()
             self._nans += int(nans.sum())

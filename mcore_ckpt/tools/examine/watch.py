@@ -1,12 +1,13 @@
 """Watches a root from another process: which saves are under way, by which trainer, how fast, and for how long.
 
-It only reads: names of files, manifests, and how much of some files is written. So it may run on any host that sees the
-root.
+The watch only reads: names of files, manifests, and how much of some files is written. So the watch may run on any host
+that sees the root.
 
 The ranges of a save's files that are still holes show the progress of the save (`io/written.py`). Sizes and allocated
 blocks do not show it, because the writer reserves the space of a whole file before it writes. The role's newest
 checkpoint gives the total size, and its manifest names the files to look at, so no folder is walked. A look at 5 steps
-and 2 saves makes some 100 calls, most of them `stat`. It opens at most 128 files of a save, for any number of ranks.
+and 2 saves makes some 100 calls, most of them `stat`. A look opens at most 128 files of a save, for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
     # A step that would now be sorted before the shown steps (it is older, or abandoned) may still exist, and has only
-    # left the list of newest steps.
+    # left the list of newest steps. Such a step does not count as deleted.
     gone = [step for step in before.steps if step.roles and step.step not in there]
     oldest = min(map(after.order, after.steps), default=(False, -1, -1))
     found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)

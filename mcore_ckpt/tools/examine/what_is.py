@@ -84,7 +84,7 @@ class PathInfo:
 
     @property
     def reason(self) -> str:
-        """The end of a message about a missing checkpoint, which says what is at the path instead."""
+        """The end of a message about a missing checkpoint: what is at the path instead."""
         return f": {'' if self.kind in ('missing', 'unreadable') else 'it is '}{self.what}{self._end}"
 
     @property

@@ -94,7 +94,10 @@ def convert_for_trainer(
 
 
 def _select(agreement: Agreement, source: Path, step: int | None, role: str | None) -> Selection:
-    """Lets rank 0 select the roles for all processes: each could see another step if a trainer commits meanwhile."""
+    """Lets rank 0 select the roles for all processes.
+
+    Otherwise a trainer's commit could make two processes select different steps.
+    """
 
     def combine(_: Sequence[Record]) -> Record:
         found = select(source, step)

@@ -45,8 +45,8 @@ class View:
 def look(agreement: Agreement, trial: Path) -> View:
     """Every rank looks for rank 0's file, and rank 0 looks for every rank's file.
 
-    Each file contains a random word, so that no rank takes a file of the same name on another file system for the file
-    that the rank looks for.
+    Each file contains a random word. Otherwise a rank could mistake a file of the same name on another file system for
+    the right file.
     """
     word = uuid.uuid4().hex
 

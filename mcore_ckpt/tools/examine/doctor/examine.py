@@ -126,7 +126,10 @@ class _Examination:
             self._together += between_hosts.compare_clocks(self._agreement, told["leaders"])
 
     def give_up(self, error: CheckpointError) -> None:
-        """Examines the root alone, unless this rank has done so. Adds the finding that the ranks did not finish."""
+        """Examines the root alone, unless this rank has examined it already.
+
+        Adds the finding that the ranks did not finish.
+        """
         if self._own is None:
             with ExitStack() as stack:
                 self._open_trial(stack)
@@ -225,7 +228,10 @@ class _Examination:
             return [Finding(FREE_SPACE, Severity.BAD, f"cannot be read: {error}", "", advice)]
 
     def _measured_bytes(self) -> int:
-        """Returns the size of each file that measures the speed. Two files take at most an eighth of the free space."""
+        """Returns the size of each file for measuring the speed.
+
+        Two such files take at most an eighth of the free space.
+        """
         free = free_bytes(self._root)
         most = self._megabytes * 10**6 if free is None else min(self._megabytes * 10**6, free // 16)
         return most >> 20 << 20

@@ -27,8 +27,8 @@ class Severity(StrEnum):
 class Finding:
     """One thing that the doctor has found out. `cost` and `advice` may be empty.
 
-    `topic` names the examined thing, in the same words in all runs, so that programs can look for this text. `values`
-    are measured numbers. `ranks` are the ranks for which the finding is true; empty for all ranks.
+    `topic` names the examined thing, always in the same words, so that programs can look for this text. `values` are
+    measured numbers. `ranks` are the ranks for which the finding is true; empty for all ranks.
     """
 
     topic: str

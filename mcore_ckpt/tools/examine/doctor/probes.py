@@ -46,7 +46,7 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
-    """Runs all probes, each in a new folder below an existing one. An error in a probe becomes a finding."""
+    """Runs all probes, each in a new folder below `folder`, which exists. An error in a probe becomes a finding."""
     findings = []
     for number, (topic, probe) in enumerate(_PROBES):
         own = folder / str(number)
@@ -65,7 +65,7 @@ def has_direct(findings: Iterable[Finding]) -> bool:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Opens a file for the `with` block (with O_CREAT, makes it), and yields its descriptor. Raises OSError."""
+    """Opens a file for the `with` block, or makes it if `flags` has O_CREAT. Yields its descriptor. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
     try:
         yield descriptor
@@ -131,7 +131,7 @@ def _reserve(folder: Path, mount: Mount | None) -> Finding:
 def fallocate(descriptor: int, nbytes: int) -> int:
     """Reserves space for the first `nbytes` of a file. Returns 0, or the system's error number.
 
-    `os.posix_fallocate` would write zeros if the file system cannot reserve space.
+    It does not use `os.posix_fallocate`, which would write zeros if the file system cannot reserve space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     zero, size = ctypes.c_int64(0), ctypes.c_int64(nbytes)

@@ -52,7 +52,7 @@ def stored_replicas(root: Path) -> list[Finding]:
 
 
 def _stored_twice(stored: StoredTensors) -> Iterator[list[StoredShard]]:
-    """Yields the shards of one region that are in several files."""
+    """Yields, for each region that several files store, the shards of this region."""
     for key in (ShardKey(name, kind) for name in stored.names for kind in (MODEL, *stored.kinds(name))):
         files = stored.files(key)
         by_place: dict[str, list[StoredShard]] = {}
