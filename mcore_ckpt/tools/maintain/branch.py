@@ -239,7 +239,7 @@ def _write(
 def _check_unchanged(sources: Mapping[str, Path], found: Mapping[str, Manifest]) -> None:
     """Raises CommitError if a role was saved again since its manifest was read, because its files may be of both saves.
 
-    The read lock keeps others from deleting the step, but its trainer may save it again.
+    The read lock keeps other processes from deleting the step, but the step's trainer may save the step again.
     """
     for role, manifest in found.items():
         if not is_of_attempt(sources[role], manifest.attempt):
@@ -265,7 +265,7 @@ def _put(source: Path, staging: Path, shares: bool, file: FileRecord, count: Cou
     `shares` is True if both folders are on one file system. A part's file is cloned or copied, not linked, because
     the trainer's code may write to it.
     """
-    # `os.link` would link a symbolic link itself, not its target.
+    # Follow symbolic links first, because `os.link` would link a symbolic link itself, not its target.
     found, target = Path(os.path.realpath(inside(source, file.path))), staging / file.path
     make_folders(staging, file.path)
     if not shares:

@@ -200,7 +200,7 @@ def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles
 def collect(found: FoundStep, root: Path, progress: Progress = no_progress, force: bool = False) -> CollectReport:
     """Copies a whole step into a folder of steps, as an ordinary checkpoint.
 
-    The result equals the checkpoint that a save to that root would have written. Each file is read once, and its CRC is
+    The result equals the checkpoint that a save to `root` would have written. Each file is read once, and its CRC is
     checked. If a file is damaged in one folder, it is taken from the next folder that has it. During the copy, no
     trainer can save below `root`.
 
@@ -253,7 +253,7 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
 
 
 def _copy(source: RoleSource, staging: Path, number: int, count: Count) -> list[str]:
-    """Copies one file from the first folder in which it is intact. Returns the errors of the folders before it."""
+    """Copies one file from the first folder in which it is intact. Returns the errors of the folders tried before."""
     file = source.manifest.files[number]
     target = staging / file.path
     make_folders(staging, file.path)

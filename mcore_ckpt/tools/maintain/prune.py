@@ -104,7 +104,7 @@ def _dropped_in(statuses: Sequence[StepStatus], role: str | None) -> list[Path]:
 
 
 def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]]:
-    """Returns the steps of each run. Only a folder without identity, such as a node's, can have several runs."""
+    """Returns the steps of each run. Only a folder without identity, such as a node's folder, can have several runs."""
     if read_root_run(root) is not None:
         return [list(statuses)]
     found: dict[frozenset[str], list[StepStatus]] = {}

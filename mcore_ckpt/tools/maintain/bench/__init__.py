@@ -7,6 +7,6 @@ Small saves wait mostly for locks, folders, small files and their syncs, and not
 saves are measured, with random bytes in place of the trainer's objects. Saves of two sizes, one of them almost
 empty, give a fixed cost and a speed for each part of a save. `predict.py` only calculates with these numbers, so
 tests can check it with given speeds. `size.py` counts bytes by the names and shapes of `models/` and the layout rules
-of `reshard`, so a model's last stage, experts and tied embeddings are counted exactly. Trial saves do not copy with the
-code of `save`, because `tools` may not import it.
+of `reshard`, so a model's last stage, experts and tied embeddings are counted exactly. Trial saves do not use the code
+of `save/` to copy, because `tools/` may not import that room.
 """

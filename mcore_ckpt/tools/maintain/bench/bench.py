@@ -57,7 +57,7 @@ class Report:
 
     Attributes:
         size, prediction: the size of the training's saves, and how long they will take; None if no model was given.
-        fitting_saves: how many such saves fit below the root; None if no model was given, or if unknown.
+        fitting_saves: how many saves of this size fit below the root; None if no model was given, or if unknown.
     """
 
     root: Path

@@ -37,7 +37,7 @@ _ALIKE = 0.7
 _NEITHER = "neither the file system nor the processors are the limit"
 
 # The thread that prepares host memory pauses after each piece for as long as the piece took (io/host_memory.py).
-# So it takes this many times longer than without pauses.
+# So the preparation takes this many times longer than without pauses.
 _PREPARATION_TAKES = 2
 
 

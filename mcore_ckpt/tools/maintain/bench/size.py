@@ -126,7 +126,7 @@ class SaveSize:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The parameters of one pipeline rank's part of the model."""
+    """The number of parameters (`dense`, `experts`) and of `tensors` that one pipeline rank holds."""
 
     dense: int
     experts: int

@@ -225,7 +225,7 @@ class TrialSaves:
         return writes
 
     def _take_place(self, saving: Saving, need: Need) -> None:
-        """Takes the steps that `CheckpointManager` takes on rank 0 before a save."""
+        """Does what `CheckpointManager` does on rank 0 before a save."""
         self._lock.take(patience_s=0)
         leftovers.remove_sibling_leftovers(saving.role_dir)
         self._space.check(saving, need, patience_s=0)
@@ -285,7 +285,7 @@ def _random_bytes(nbytes: int) -> torch.Tensor:
     """Returns memory full of random bytes, because some file systems compress bytes that repeat.
 
     torch allocates the memory, as for a trainer's tensors. A host buffer would have huge pages, from which copies are
-    faster.
+    faster than from a trainer's tensors.
     """
     tiles = torch.empty(-(-nbytes // _TILE_BYTES), _TILE_BYTES, dtype=torch.uint8)
     tiles.copy_(torch.frombuffer(bytearray(os.urandom(_TILE_BYTES)), dtype=torch.uint8))
