@@ -47,8 +47,8 @@ class Position:
 
     Attributes:
         last: the largest commit number that is known.
-        of_role: the largest number of this role's commits. After a load, the commits that other roles made to this
-            role's steps before the load count, too.
+        of_role: the largest number of this role's commits. After a load, this includes the commits that other roles had
+            made to this role's steps.
         parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """
@@ -86,6 +86,6 @@ class Position:
     def seen(self, last: int, of_role: int) -> Position:
         """Returns the position after these numbers have been seen.
 
-        Smaller numbers than the known ones change nothing.
+        Numbers that are smaller than the known numbers change nothing.
         """
         return Position(max(self.last, last), max(self.of_role, of_role), self.parent, self.branch)

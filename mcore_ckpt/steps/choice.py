@@ -1,9 +1,9 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
-The newest step is the one that was committed last. That step need not have the highest step number. Clocks do not
-count. The last commit of a role also says which steps are abandoned for that role (`branches.py`). To find them, the
-manifest of that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the abandoned
-steps stay abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
+The newest step is the step that was committed last. It need not have the highest step number. Clocks do not count. The
+last commit of a role also says which steps are abandoned for that role (`branches.py`). To find them, the manifest of
+that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay
+abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
@@ -34,7 +34,7 @@ def order_of(step: Weighed) -> tuple[int, int]:
 
 
 def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepCommit | None:
-    """Returns the last commit, as far as manifests can be read; None if none can be read.
+    """Returns the last commit, as far as manifests can be read; None if no manifest can be read.
 
     Only the commits of `roles` count; if `roles` is empty, all commits count. Roles that are saved at different steps
     have their own branches.
@@ -87,7 +87,7 @@ def newest(steps: Sequence[Step]) -> Step | None:
 def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:
     """Returns the commit for a step that a tool writes.
 
-    The commit shares the commit number of the next lower step, or of the lowest step if there is no lower one. So a
+    The commit shares the commit number of the next lower step, or of the lowest step if there is no lower step. So a
     later step stays the newest. Returns None if there are no other steps.
     """
     given_up = abandoned(others)
@@ -164,7 +164,7 @@ def choose(
 ) -> Choice[Step]:
     """Chooses the steps to load from. Each of them has all `roles`.
 
-    Of two steps with the same commit number, the higher one is tried first.
+    Of two steps with the same commit number, the step with the higher step number is tried first.
 
     `needed` has, by role, the contents that the load needs, such as "optimizer". A step that has lost some of these
     contents to retention is chosen only if no step with all of them is whole. Then the load says what is missing.
@@ -182,7 +182,8 @@ def choose(
         return Choice((), tuple(last_first), tuple(roles))
 
     def is_passed_over(step: Step) -> bool:
-        # Without claims, the step has no manifest that can be read, perhaps because its save is under way.
+        # Without claims, the step has no manifest that can be read. If it has no problems either, its save may be under
+        # way, so it is not passed over.
         if not step.claims:
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])

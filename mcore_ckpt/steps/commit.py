@@ -67,7 +67,7 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
             return staging
         except FileNotFoundError:
             # Another role has just removed the step's folder, which was empty or too old. Some file systems (/proc)
-            # raise this error at every try, hence the limit.
+            # raise this error at every try, so the number of tries is limited.
             if not tries_left:
                 raise
     raise AssertionError("unreachable: the last try returns or raises")
@@ -114,16 +114,16 @@ def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
 
 
 def _size_of(path: str) -> int:
-    # This is a function so that, if the call hangs, the watch of the disk finds the path of the file, not of the
-    # folder.
+    # If a call hangs, `io/disk_watch.py` takes the path from the variables of the innermost function. In this function
+    # that is the file's path. In the caller it would be the folder's path.
     return os.stat(path).st_size
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[int], int] = lambda rank: 0) -> None:
     """Checks that all ranks that wrote parts of the same file planned the same tensors for it.
 
-    A file's owner collects only the parts that it expects, so it would not notice a rank that has planned different
-    tensors.
+    A file's owner collects only the parts that it expects, so the owner would not notice a rank that has planned
+    different tensors.
 
     Args:
         by_rank: for each rank, a mapping from the path of each file to the digest of the file's structure
@@ -149,7 +149,7 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
     All other files, and the names in the folders below `staging`, must be durable already.
 
     Raises OSError, and CommitError if the manifest could not be read back. Without this check, a checkpoint that cannot
-    be loaded could replace an older one that is intact.
+    be loaded could replace an intact older checkpoint.
     """
     try:
         data = encode_readable(manifest)
@@ -306,6 +306,6 @@ def remove_if_empty(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError as error:
-        # A read-only file system answers EROFS even if there is no such folder.
+        # A read-only file system answers EROFS even if there is no such folder, so look whether the folder exists.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and folder.exists():
             logger.warning("cannot remove %s: %s", folder, error)

@@ -3,7 +3,8 @@
 Between the last check and the rename, a trainer may open or commit a save in the step, or the step may be pinned. So
 the step is checked again after the rename, and gets its name back if anything has changed. Until the second check the
 step has `.owner.json`, so no other process removes the step as a leftover. A crash leaves the step where it was, or
-leaves a `.deleted-...` folder, which does not count as a step. The next start or `prune` removes that folder.
+leaves a `.deleted-...` folder, which does not count as a step. The next start of a trainer or `prune` removes that
+folder.
 
 A link in the place of a step stays: removing the link would free nothing, and its target may belong to another run. The
 removal of leftovers does not follow links, either. If a role's folder is a link, a save replaces the link by a folder
@@ -81,5 +82,5 @@ def hide_step(step_path: Path) -> HiddenStep:
 
 def _put_back(replaced: Mapping[Path, Path]) -> None:
     for usual, hidden in replaced.items():
-        with suppress(OSError):  # another process has removed the folder, or has made a new one with the earlier name
+        with suppress(OSError):  # another process has removed the folder, or has made a folder of the earlier name
             os.rename(hidden, usual)

@@ -10,10 +10,9 @@ save would have to wait for the store.) A role that commits to a step takes the 
 that number is higher than the role's own last number. If two roles choose the same number for two steps at the same
 time, the higher step counts as the later commit, so no harm is done.
 
-A load also notes the commit numbers of the later checkpoints of the other roles. The training gives these commits up,
-so none of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a checkpoint that
-another role saved before the restart would look like one step. Therefore all roles of a training must load before one
-of them saves.
+A load also notes the commit numbers of the other roles' later checkpoints. The training gives these commits up, so none
+of its roles may share such a number. Otherwise, a checkpoint that one role saves now and a checkpoint that another role
+saved before the restart would look like one step. Therefore all roles of a training must load before one of them saves.
 """
 
 from __future__ import annotations
@@ -206,7 +205,10 @@ class RunHistory:
         return runs.elsewhere(self._root, self._home, claimed)
 
     def check_may_replace(self, role_dir: Path, heads: Iterable[ManifestSummary]) -> None:
-        """Raises CommitError if a folder in or outside the root has a checkpoint of another run. Raises OSError."""
+        """Raises CommitError if a folder, below the root or elsewhere, has a checkpoint of another run.
+
+        Raises OSError.
+        """
         own = runs.below(self._root) if _is_below(self._root, role_dir) else runs.elsewhere(self._root, self._home)
         own.check(role_dir, heads)
 

@@ -1,7 +1,7 @@
 """Sets metrics of a step that are known only after its save, such as the result of an evaluation.
 
 Such metrics are in a small file in the step's folder, not in the manifest, because readers hold locks on the manifest.
-The file's name has the id of the save, so a later save of the step does not get the metrics of an earlier one.
+The file's name has the id of the save, so a later save of the step does not get the metrics of an earlier save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
-# How often `set_metrics` looks whether a save has ended, in seconds.
+# The seconds between two looks of `set_metrics` at a save that may still be under way.
 _POLL_S = 0.2
 
 
@@ -46,7 +46,7 @@ def set_metrics(
             earlier checkpoint is found.
 
     Raises:
-        CheckpointNotFoundError: there is no such step, or the role is not committed in it, or no role is.
+        CheckpointNotFoundError: there is no such step, it lacks the role, or it has no committed role.
         InvalidArgumentError, InvalidTypeError: a name or a value is not allowed, or the step has several models and
             none is named.
         OSError: the metrics cannot be written.
@@ -78,7 +78,7 @@ def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
         manifest: its manifest.
     """
     found = dict(manifest.metrics)
-    # If the role's folder is the step's own folder, the file is in it.
+    # If the role's folder is the step's own folder, the file is in the role's folder.
     for place in (role_dir.parent, role_dir):
         found |= read_later_metrics(file_names.metrics_file(place, manifest.role, manifest.attempt))
     return found

@@ -153,8 +153,8 @@ class StepStatus(Weighed):
 def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
     """Returns the steps below a root, sorted by number. With `only`, it looks only at the steps with these numbers.
 
-    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. If a
-    step has one folder, only its manifests are read.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete folder is returned. If
+    a step has only one folder, only the manifests in it are read.
 
     Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
@@ -243,7 +243,7 @@ def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[lis
     """Yields lists of looks at steps. The first list has all steps that are unknown or in `likely`.
 
     Each later list has one other step, the newest step first. If another process has saved a known step again, the look
-    at the step shows it.
+    at the step shows the new save.
     """
     own, known = below(listed.root), _known(listed.root, listed.folders)
     commits: dict[int, list[Commit | None]] = {}
@@ -474,7 +474,7 @@ def _may_be_role(entry: os.DirEntry[str]) -> bool:
 
 
 def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: str | None = None) -> _RoleFolder | None:
-    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if there is none.
+    """Reads the manifest in a step's own folder, or in the folder of one of its roles. Returns None if it is missing.
 
     `aside` is the role of the checkpoint in the folder, if the folder does not have the role's name.
     """
@@ -530,7 +530,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         if path.is_symlink():
             raise
-        return []  # retention of another process has just deleted it
+        return []  # retention of another process has just deleted the folder
 
 
 def _read_head(role_dir: Path, known: _Heads) -> _Head:
@@ -546,7 +546,7 @@ def _read_head(role_dir: Path, known: _Heads) -> _Head:
 def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
     """Returns the known manifests of the existing steps.
 
-    Forgets the manifests of all other steps, because a long run saves thousands.
+    Forgets the manifests of all other steps, because a long run saves thousands of steps.
     """
     there = {path for paths in folders.values() for path in paths}
     # This copies the dictionary, because another thread may be listing the same root.

@@ -147,7 +147,7 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
 
 
 def replace_entry(path: Path, new: Path | None, old: Path) -> None:
-    """Replaces a file or folder of a trainer, and leaves what was there under the name `old`.
+    """Replaces a file or folder of a trainer. The replaced file or folder stays under the name `old`.
 
     The caller removes `old`, or keeps it. A kill or a power loss at any time leaves both contents on the disk.
 

@@ -31,7 +31,7 @@ _COMPANIONS_DIR = "beside"
 
 
 class NewStep:
-    """A step that a tool writes into a root. A `with` block ends with all of its roles committed, or with none.
+    """A step that a tool writes into a root. A `with` block commits all of `roles`, or none of them.
 
     Until the block ends, no trainer and no other tool can save these roles below the root.
 
@@ -42,7 +42,7 @@ class NewStep:
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
         run: the run that the checkpoints belong to; None if they belong to no run, and so to the root.
         mode: the mode of a new root, before the umask is applied.
-        path: the step's folder; None for the usual one.
+        path: the step's folder; None for the usual folder.
         is_flat: True if the step's folder is itself the folder of its only role.
 
     Attributes:
@@ -205,7 +205,7 @@ def check_may_write(
 ) -> None:
     """Checks that a tool may write roles of a step: it replaces only what `force` allows, and mixes no runs.
 
-    `step_path` is the folder that the step will have; None for the usual one.
+    `step_path` is the folder that the step will have; None for the usual folder.
 
     Raises InvalidArgumentError if the step is pinned, already has one of `roles`, has a role of another run, or has a
     folder with another name. Raises InvalidArgumentError also if the root is in a step, or if the root's tracker

@@ -2,8 +2,8 @@
 
 A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes.
 But the folder has only the files that the node has written, and copies of some other files. A role's checkpoint is
-whole if every file is on some node, and a node has committed it. Each node looks into its own folder (`held_roles`),
-and rank 0 joins the results (`fast_checkpoints`).
+whole if every file is on some node, and a node has committed the checkpoint. Each node looks into its own folder
+(`held_roles`), and rank 0 joins the results (`fast_checkpoints`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class FastCheckpoint:
 
     Attributes:
         files: how many files the checkpoint has.
-        holders: for each node that has some of its files, the node's number and these files.
-        is_committed: whether a node has committed it.
+        holders: for each node that has some of the files, the node's number and these files.
+        is_committed: whether a node has committed the checkpoint.
         is_staged: whether the checkpoint is still in the staging folder of a node that died during its commit.
     """
 
@@ -164,7 +164,7 @@ def _is_refused(folder: Path, refused: Callable[[Path], str | None]) -> bool:
 
 
 def _held(step: int, folder: Path, refused: Callable[[Path], str | None]) -> HeldRole | None:
-    """Returns the contents of a role's folder or a staging folder; None if it is neither, or has no manifest."""
+    """Returns the contents of a role's folder or a staging folder; None for another folder, or without a manifest."""
     work = file_names.parse_work_dir(folder.name)
     is_role = work is None and file_names.is_role(folder.name)
     if not is_role and (work is None or work.purpose != "staging"):
@@ -230,20 +230,20 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, with the last saved one at the end."""
-    # If the checkpoints have no commit numbers, a checkpoint in a staging folder was saved last. The time of the save
-    # decides between the others.
+    # If the checkpoints have no commit numbers, a checkpoint in a staging folder was saved last. The times of the saves
+    # decide between all other checkpoints.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
 @dataclass(frozen=True)
 class NodeStep(Weighed):
-    """A step on all nodes together, or the remains of one.
+    """A step on all nodes together, or the remains of a step.
 
     Attributes:
         heads: the summaries of its roles' manifests.
         found: the checkpoints of its roles.
         why: returns why the step is not whole, and may ask other nodes for the reason; None if the step is whole.
-        is_committed: whether a node has committed it.
+        is_committed: whether a node has committed the step.
     """
 
     step: int
@@ -276,7 +276,7 @@ class NodeStep(Weighed):
 
     @property
     def reason(self) -> str:
-        """Why it is not whole."""
+        """Why the step is not whole."""
         if self.why is not None:
             return self.why()
         return "" if self.is_claimed else f"{self.where} on the nodes: {self.why_missing('committed')}"
