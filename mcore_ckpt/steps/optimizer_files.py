@@ -5,9 +5,9 @@ optimizer's folder gets a hidden name, and its files are removed. So a crash at 
 all files of its manifest, and perhaps files that no manifest lists. The next start of a trainer or `prune` removes the
 unlisted files.
 
-The checkpoint keeps its `attempt`, because it is the same save. Later checkpoints name this `attempt` as their parent.
-The copy in a remote store keeps its optimizer, and still counts as a copy of the checkpoint. `dropped` in the manifest
-distinguishes the checkpoint from this copy.
+The checkpoint keeps its `attempt`, because it still comes from the same save. Later checkpoints name this `attempt` as
+their parent. The copy in a remote store keeps its optimizer, and still counts as a copy of the checkpoint. `dropped` in
+the manifest distinguishes the checkpoint from this copy.
 
 A save may put a new checkpoint into the place of the role's folder at any moment. So this module opens the folder once
 and renames manifest and optimizer in the opened folder, and it removes files only below a name that no other folder
@@ -93,9 +93,9 @@ def _drop(status: StepStatus, role: str, dry_run: bool) -> str | None:
         if dry_run:
             return None
         if "optimizer" in manifest.contents:
-            # Until the files are gone, the owner file shows others that a process works here, or died here. The name of
-            # the file is durable before the manifest is replaced, so that the next start finds the file even after a
-            # power loss.
+            # Until the files are gone, the owner file shows other processes that a process works here, or died here.
+            # The name of the file is durable before the manifest is replaced, so that the next start finds the file
+            # even after a power loss.
             write_owner(role_dir)
             os.fsync(folder)
             manifest = without_optimizer(manifest)

@@ -1,4 +1,4 @@
-"""Records which process a folder on disk belongs to, so that others can see whether that process is alive.
+"""Records which process a folder on disk belongs to, so that other processes can see whether the owner is alive.
 
 A pid does not identify an owner: pids are reused, containers number their processes separately, and a process that runs
 another program in its place (`exec`) keeps its pid. Therefore an owner is one life of a process: from its start, or
@@ -93,7 +93,7 @@ class Owner:
             return Life.DEAD
         except (OSError, OverflowError):
             pass  # the process is another user's
-        # /proc can belong to a pid namespace above this one, where another process has the pid.
+        # /proc can belong to a pid namespace above this process's namespace, where another process has the pid.
         stat = _stat_of(self.pid) if _shows_this_namespace() else None
         if stat is None:
             return Life.UNKNOWN  # /proc is mounted with hidepid, or the process has just ended
@@ -134,7 +134,7 @@ def _here() -> str:
 
 @functools.cache
 def _own_start(pid: int) -> int:
-    # /proc/{pid} would be another process if /proc belongs to a pid namespace above this one.
+    # /proc/{pid} would be another process if /proc belongs to a pid namespace above this process's namespace.
     stat = _stat_of("self")
     return 0 if stat is None else _start_in(stat)
 
@@ -186,7 +186,7 @@ def write_owner(folder: Path) -> None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Returns the owner of a folder; None if the folder has no owner file, or one that cannot be read or is damaged."""
+    """Returns the owner of a folder; None if the owner file is missing or damaged, or cannot be read."""
     try:
         record = fields.decode(read_small(inside(folder, file_names.OWNER_FILE), limits.SMALL_BYTES))
         return Owner.of(record)

@@ -43,8 +43,8 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
             except (OSError, CheckpointCorruptError):
                 continue
             stack.callback(os.close, descriptor)
-            # Closing is not enough, because a child that was forked meanwhile (such as a data loader) has the
-            # descriptor, too.
+            # Closing the file would not release the lock if a child that was forked meanwhile (such as a data loader)
+            # has the descriptor, too.
             stack.callback(_unlock, descriptor, home)
             _lock(descriptor, fcntl.LOCK_SH)
         yield

@@ -72,7 +72,7 @@ class RemoteStep(Weighed):
 
     @property
     def claims(self) -> list[RemoteRole]:
-        """The summaries of all manifests, including those of replaced attempts."""
+        """The summaries of all manifests, including the manifests of replaced attempts."""
         return [*self.found.values(), *self.replaced]
 
     @property
@@ -126,7 +126,7 @@ class RemoteSteps:
         return sorted(found, key=lambda step: step.step)
 
     def _forget_all_but(self, steps: Iterable[RemoteStep]) -> None:
-        """Forgets the manifests of attempts that are gone, because a long run uploads thousands."""
+        """Forgets the manifests of attempts that are gone, because a long run uploads thousands of attempts."""
         there = {
             file_names.remote_dir(step.step, role, attempt)
             for step in steps
@@ -138,7 +138,7 @@ class RemoteSteps:
     def step(self, step: int, of_any_run: bool = False) -> RemoteStep:
         """Returns one step; a step without roles if the store does not have it. Raises RemoteError.
 
-        With `of_any_run`, it also returns a step of which only other runs have checkpoints.
+        With `of_any_run`, it also returns a step that has only checkpoints of other runs.
         """
         found = self._step(step, self.ownership())
         if not of_any_run or found.found or not found.is_shared:

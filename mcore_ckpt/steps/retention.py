@@ -117,7 +117,7 @@ def too_old(
     spared: Collection[int] = (),
     others: Mapping[str, PreservationPolicy] = NO_OTHERS,
 ) -> list[Step]:
-    """Returns the steps that may be deleted. The arguments are those of `judge` and `judge_together`."""
+    """Returns the steps that may be deleted. The arguments are the same as in `judge` and `judge_together`."""
     # The rules for optimizers are left out, because deciding about optimizers would look at files.
     policy, *rules = (replace(each, optimizer_for_last=None) for each in (policy, *others.values()))
     decisions = judge_together(statuses, policy, dict(zip(others, rules, strict=True)), committed, spared)
@@ -291,8 +291,8 @@ def _newest(
     """Returns the `count` newest complete steps of each role, as a mapping from step to roles.
 
     The mapping is empty if `count` is None. Roles can save at different steps. Abandoned steps come after all others,
-    so they never take the place of another step. If `having` is given, only the steps count in which the role has these
-    contents. The second result contains the steps that would be among the newest, but lack files.
+    so they never take the place of another step. If `having` is given, only steps in which the role has these contents
+    count. The second result contains the steps that would be among the newest, but lack files.
     """
     claimed = [] if count is None else [status for status in statuses if status.is_claimed]
     roles = frozenset(role for status in claimed for role in status.committed)
@@ -361,7 +361,7 @@ def delete_old_steps(
 ) -> list[int]:
     """Deletes the steps that the policy does not keep, and returns their numbers. Then removes old optimizers.
 
-    The arguments are those of `judge` and `judge_together`.
+    The arguments are the same as in `judge` and `judge_together`.
 
     A step that cannot be deleted now is left for the next call. Raises OSError: the steps cannot be listed.
     """

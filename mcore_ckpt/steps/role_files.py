@@ -74,7 +74,7 @@ class RoleWriter:
 class RoleReader:
     """Reads the files of a committed role and checks the size and CRC of each file.
 
-    Raises CheckpointNotFoundError if the folder has no manifest, so nothing is committed there. Raises
+    Raises CheckpointNotFoundError if the folder has no manifest, that is, if nothing is committed there. Raises
     CheckpointCorruptError if the manifest is damaged.
 
     Example:
@@ -246,7 +246,7 @@ def uncommit_earlier_save(step_path: Path, role: str, driver_role: str) -> None:
     `role` is undone, too, because a new async save of `role` may commit after the driver. The role of plain files
     (`driver_role`) is removed first, because it is saved again last.
 
-    The caller holds a lock, so that a second trainer does not undo what the first one has saved.
+    The caller holds a lock, so that a second trainer does not undo what the first trainer has saved.
 
     Raises CommitError if the step belongs to another run, and OSError.
     """

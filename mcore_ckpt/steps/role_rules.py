@@ -1,10 +1,10 @@
-"""Keeps the rules of retention of each role in a file below the root.
+"""Keeps each role's rules of retention in a file below the root.
 
 A step is deleted as a whole, so the retention of one role also deletes the other roles of the step. If the roles have
 different rules, such as in verl, where each worker has its own options, no role may delete what the rules of another
-role keep. The roles can be separate programs, and one of them may start later than the others. So each role notes its
-rules in a file. Only steps of several roles need such files. A role whose rules keep everything has no file, and leaves
-the decision to the other roles.
+role keep. The roles can be separate programs, and one of them may start later than the other roles. So each role notes
+its rules in a file. Only steps of several roles need such files. A role whose rules keep everything has no file, and
+leaves the decision to the other roles.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def rules_of_others(root: Path, role: str) -> Mapping[str, PreservationPolicy]:
 
 
 def _read(path: Path) -> PreservationPolicy | None:
-    """Returns the rules in a file; None if there is no file, or it is damaged. Raises OSError."""
+    """Returns the rules in a file; None if the file is missing or damaged. Raises OSError."""
     try:
         return PreservationPolicy(**fields.decode(read_small(path, limits.SMALL_BYTES)))
     except FileNotFoundError:
         return None
     except CheckpointCorruptError as error:
-        if isinstance(error.__cause__, OSError):  # it may be temporary
+        if isinstance(error.__cause__, OSError):  # the error may be temporary
             raise error.__cause__ from None
         reason: Exception = error
     except (fields.FieldError, InvalidArgumentError, TypeError) as error:

@@ -70,7 +70,7 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
     if step is None:
         return None
     owner = read_owner(entry)
-    life = Life.UNKNOWN if owner is None else owner.life  # the owner file is written right after the folder is made
+    life = Life.UNKNOWN if owner is None else owner.life  # the owner file appears only after the folder
     return RunningSave(step, None if is_flat else work.role, work.attempt, entry, owner, life, _began(entry))
 
 

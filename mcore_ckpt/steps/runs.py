@@ -119,7 +119,7 @@ class Ownership:
     """Decides which checkpoints belong to a root, in its own folder, in its store, or on its nodes.
 
     Attributes:
-        known: the run of the root; None if it has none.
+        known: the run of the root; None if the root has no run.
         path: the path of the root. If the root has no run, the steps that a root of this path has saved belong to it.
             If the root has neither run nor path, all steps belong to it.
         unsigned: the run that owns checkpoints without identity; None if they belong to the root.
@@ -163,7 +163,7 @@ def below(root: Path) -> Ownership:
 def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = None) -> Ownership:
     """Returns which checkpoints in a store, or on nodes, a root owns. Raises OSError.
 
-    A root without identity, such as one on a new disk, takes over the checkpoints that a root of the same path has
+    A root without identity, such as a root on a new disk, takes over the checkpoints that a root of the same path has
     saved. The identity is in `home`, or in the root if `home` is None. `claimed` is the run that has claimed the store.
     """
     known, path = read_root_run(home or root), str(root.resolve())
@@ -190,7 +190,7 @@ def forked(root: Path, parent: RunParent) -> Run:
 def settle(
     home: Path, root: Path, heads: Collection[ManifestSummary], took_over: RootRun | None, parent: RunParent | None
 ) -> RootRun:
-    """Returns the run of a root, and writes its file, durably, if the file is missing or out of date. Raises OSError.
+    """Returns the run of a root. Writes the root's file, durably, if it is missing or out of date. Raises OSError.
 
     Only the process that holds a role's trainer lock calls it, before its first commit.
 
@@ -227,7 +227,7 @@ def reserve(home: Path, role: str, last: int) -> None:
     """Reserves commit numbers of a role above the last number that is known. Raises OSError.
 
     A later training begins above the reserved numbers, so its checkpoints are newer than all earlier checkpoints, even
-    those that it does not see.
+    checkpoints that the training does not see.
     """
     known = read_root_run(home)
     if known is not None:

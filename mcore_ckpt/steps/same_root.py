@@ -1,11 +1,11 @@
 """Notices if the path of a root no longer leads to the same folder as at the start of the training.
 
 A disk may be unmounted, so that saves would fill the empty folder that it was mounted on. Something may be mounted over
-the root. The folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and
+the root. The folder may be replaced, or a link may lead to another folder, where this trainer has no lock. Device and
 inode of the folder show each of these changes. Rank 0 checks the root before it opens a save and right before the
-rename, and each rank checks it before and after it writes. All ranks also check the node's folder of the fast tier. If
-the root does not exist yet, the folder above it counts. A root that was deleted is made again. A network file system
-that an automounter has mounted again counts as the same folder.
+rename, and each rank checks the root before and after it writes. All ranks also check the node's folder of the fast
+tier. If the root does not exist yet, the folder above it counts. A root that was deleted is made again. A network file
+system that an automounter has mounted again counts as the same folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SameRoot:
     def check(self) -> None:
         """Checks that the path leads to the same folder. A folder that was deleted may be made again.
 
-        Raises CommitError if it leads to another folder, and OSError if a folder on the path cannot be read.
+        Raises CommitError if the path leads to another folder, and OSError if a folder on the path cannot be read.
         """
         for folder in (self._path, *self._path.parents):
             # A missing folder is judged by the folder that it was in.
@@ -73,7 +73,7 @@ class SameRoot:
     def _look(self) -> dict[Path, _Folder]:
         found: dict[Path, _Folder] = {}
         for folder in (self._path, *self._path.parents):
-            with suppress(OSError):  # a trainer that only loads may not be allowed to look
+            with suppress(OSError):  # a trainer that only loads may lack the permission to look
                 if (status := _stat(folder)) is not None:
                     found[folder] = _folder(folder, status)
         return found
