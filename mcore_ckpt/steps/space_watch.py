@@ -14,7 +14,7 @@ tokenizer's files are not known yet. The system's superuser may use reserved blo
 allows; soft quotas count when their grace period is over. The only signs of a deletion on another host are the name of
 the step and the growth of the space that was short. After a wait for deletions, the save checks its trainer lock once
 more, and takes the lock if the disk was too full for the lock's file before. Before a refusal, the check looks for old
-steps that could be deleted, but only for two seconds, because all ranks wait. If there are too many steps for that, the
+steps that could be deleted, but only for two seconds, because all ranks wait. If this is too short for all steps, the
 error names only the command that lists them.
 """
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # The least number of bytes that a manifest has for each file, besides its path: names of fields, digits, commas.
 _MANIFEST_BYTES_PER_FILE = 60
-# If so many saves of one role fit, the next save of all roles will fit.
+# If this many saves of one role fit, the next save of all roles will fit.
 _PLENTY_OF_SAVES = 64
 _MAY_FIT = "The file system may store the files in less space, so the save is tried"
 
@@ -68,7 +68,7 @@ class Saved:
     """A save that is committed.
 
     Attributes:
-        check: the number of its check. A newer save has a larger number.
+        check: the number of the save's check. A newer save has a larger number.
         need: the need that the check counted, including files that the save has deleted since.
         there: the steps below the root, to notice a newer save of another role; None if unknown.
     """

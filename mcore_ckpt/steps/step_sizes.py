@@ -68,10 +68,10 @@ class StepNeed:
     """The need of a save that writes the same files as a step.
 
     Attributes:
-        kept: the need of the step's files, its folder and one owner file. The owner file is gone when the next role
-            saves.
-        passing: about how many more bytes a role writes and deletes again before its commit: the largest such number of
-            all roles. These bytes are the tensors of a model that is kept only in HuggingFace's form (`hf_model`
+        kept: the need of the step's files, its folder and one owner file. One owner file is enough, because the owner
+            file of a role is gone when the next role saves.
+        passing: about how many more bytes a role writes and deletes again before its commit; the largest number among
+            the roles. These bytes are the tensors of a model that is kept only in HuggingFace's form (`hf_model`
             without `model`).
     """
 
@@ -80,7 +80,7 @@ class StepNeed:
 
 
 def need_of(status: StepStatus) -> StepNeed:
-    """Returns the need of a save of the same files. Raises an error if a manifest cannot be read."""
+    """Returns the need of a save that writes the same files as a step. Raises an error if a manifest cannot be read."""
     needs = [_need_of_role(status.role_dir(role), status.path.parent) for role in sorted(status.committed)]
     owner = Need(sizes=(1,))
     return StepNeed(Need.sum([owner, *(need.kept for need in needs)]), max((need.passing for need in needs), default=0))

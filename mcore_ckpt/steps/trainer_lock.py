@@ -6,12 +6,13 @@ TRAINER_LEASE_S seconds without seeing a change (TORN_LEASE_S seconds if the fil
 measures this time with its own monotonic clock, so the clocks of two hosts are never compared.
 
 With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back looks
-at the file right before it would put a checkpoint in place, and finds a larger number there than its own.
+at the file right before it would put a checkpoint in place, and finds a larger number there than its own. So it notices
+that it has lost the lock.
 
 The watch begins when the manager is made, so a job that is started again on other hosts usually need not wait. A save
-waits at most half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number, so a
-process with the pid and start time in the file counts as the holder. All managers of one role in one process are one
-trainer, even if an earlier manager was never closed.
+waits at most half its `timeout_s` and then raises `LockedError`. A lock file of an older version has no random number
+that names one life of a process, so each process with the pid and the start time in the file counts as the holder. All
+managers of one role in one process are one trainer, even if an earlier manager was never closed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Attempt:
     """One save of all ranks.
 
     Attributes:
-        number: its id (`commit.new_attempt`).
+        number: the id of the save (`commit.new_attempt`).
         staging: the folder that ranks write into.
         role_dir: the role's folder, where the checkpoint is after the commit.
         is_late: true if the trainer went on before the disk had answered. Then `await_opening` must be called next.
@@ -70,19 +70,19 @@ def open_together(
         role_dir: the role's folder. If the folder already holds a checkpoint, that checkpoint stays intact until the
             commit.
         busy: true if an earlier save is still under way on this rank.
-        failure: the error of an earlier save on this rank that the trainer does not know yet, as `errors.to_record`
-            returns it; None if there is none.
+        failure: the error of an earlier save that has failed on this rank, as `errors.to_record` returns it, if the
+            trainer does not know this error yet; None otherwise.
         prepare: runs on rank 0 before the folder is made. Its argument is the sum of the `need` of all ranks.
         need: the files that this rank will write.
         parts: the names of the parts of the step that this rank will save.
-        number: the id of the save, on all ranks; None for a new one. If an id is given, the round is named after it.
-            So a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
+        number: the id of the save, on all ranks; None for a new id. If an id is given, the round is named after it. So
+            a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
             call this function.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. After that, the ranks go
             on without the folder, and rank 0 makes it meanwhile. If the folder cannot be made, `await_opening` raises
             the error.
-        skips: whether this save is skipped if an earlier one is under way. All ranks must pass the same value.
+        skips: whether this save is skipped if an earlier save is under way. All ranks must pass the same value.
 
     Raises:
         BusyError: an earlier save is still under way on some rank, and `skips` is false.
@@ -173,7 +173,7 @@ class EarlierSaveError(Exception):
 
 
 class SkippedSave(Exception):
-    """An earlier save is under way, so all ranks skip this one.
+    """An earlier save is under way, so all ranks skip the new save.
 
     Attributes:
         reason: says on which rank the earlier save is under way.
@@ -191,7 +191,7 @@ def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record 
         topic: what is being saved, for messages.
         records: what each rank has submitted: `busy` says whether an earlier save is under way, `failure` is the error
             of an earlier save that failed, and `parts` has the names of the parts to save.
-        skips: whether the save is skipped if an earlier one is under way.
+        skips: whether the save is skipped if an earlier save is under way.
 
     Raises BusyError if an earlier save is under way on some rank and `skips` is false; the error names the first such
     rank. Raises InvalidArgumentError if parts of two ranks differ only in upper and lower case.
@@ -270,7 +270,7 @@ def commit_together(
 
     Raises:
         CheckpointError: the save failed. All ranks raise the same type: CommitError, or the CheckpointError that a rank
-            raised. There is no new checkpoint, and the previous one is untouched.
+            raised. There is no new checkpoint, and the previous checkpoint is untouched.
     """
 
     def combine(records: Sequence[Record]) -> Record:

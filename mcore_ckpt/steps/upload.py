@@ -5,7 +5,7 @@ complete. After a file has arrived, its size in the store is compared with the m
 an MD5 of the file, this value is compared with the checksum of the sent bytes. If the ETag is not an MD5 (encryption,
 other stores), the file is read back.
 
-Local bytes are read once, in parts of 16 MiB. Four files are sent at a time, and memory holds a few parts of each.
+Local bytes are read once, in parts of 16 MiB. Four files are sent at a time, and memory holds a few parts of each file.
 Before the manifest is sent, one listing must show all files, because the store may have been tidied up while this
 process was suspended.
 """
@@ -133,7 +133,7 @@ class Upload:
                             f"{self._role_dir / record.path}: became shorter while it was uploaded"
                         )
                     filled += count
-                # These bytes are not read again. The page cache should keep files that training reads.
+                # These bytes are not read again, so leave the page cache to the files that the training reads.
                 drop_from_cache(descriptor, start, filled)
                 yield part
                 start += filled
@@ -222,7 +222,7 @@ class SentBytes:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum (an ETag or an MD5) is that of the sent bytes. False if the store has none."""
+        """True if the store's checksum (an ETag or an MD5) fits the sent bytes. False if the store has no checksum."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         one = self._parts[0].hex() if len(self._parts) == 1 else ""
@@ -291,10 +291,10 @@ def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:
-    """Returns the folders of the uploaded role's attempts in one step that `load` no longer uses."""
+    """Returns the folders of attempts that `load` no longer uses, among the uploaded role's attempts in one step."""
     role = uploaded.role
     attempts = {*step.others.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
-    # In its own step, the attempt that was just uploaded stays. The time of this attempt may be earlier than the time
-    # of another attempt if a clock was set back.
+    # In its own step, the attempt that was just uploaded stays, even if its time is earlier than the time of another
+    # attempt because a clock was set back.
     stays = uploaded.attempt if step.step == uploaded.step else step.found[role].attempt if role in step.found else None
     return [file_names.remote_dir(step.step, role, attempt) for attempt in sorted(attempts - {stays})]

@@ -1,6 +1,6 @@
 """Uploads committed checkpoints in the background, one after the other, on a separate thread.
 
-Rank 0 alone sends the files of all ranks, with a few threads. Its speed is limited by one node's network and one Python
+Rank 0 alone sends the files of all ranks, with a few threads. The speed is limited by one node's network and one Python
 process (some hundred MB/s). But the ranks need not communicate, so a rank that is late, dead or in another state does
 no harm, and nothing in training depends on the upload. If every node sent its own files, each node would call
 `Upload.run` for a part of the files, and rank 0 would wait for all nodes before `_check_all_there`. This would be worth

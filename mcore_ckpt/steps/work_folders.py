@@ -30,7 +30,7 @@ def entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
-        return []  # retention of another process has just deleted it
+        return []  # retention of another process has just deleted the folder
     except PermissionError:
         return []  # the folder belongs to another user, so nothing in it is ours
 
@@ -84,8 +84,9 @@ def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """True if the doctor that made a trial folder is dead.
 
-    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. In that case the folder's age
-    decides, if `by_age` is True. To find out the age, a new folder is made next to the trial folder.
+    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. If the doctor cannot be seen,
+    the folder's age decides, but only if `by_age` is True. To find out the age, a new folder is made next to the trial
+    folder.
     """
     life = life_of(trial)
     if life not in (None, Life.UNKNOWN):

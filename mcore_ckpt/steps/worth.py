@@ -98,12 +98,12 @@ class Weighed:
 
     @property
     def claims(self) -> Sequence[ManifestSummary]:
-        """The summaries of all its manifests, including those of replaced attempts."""
+        """The summaries of all its manifests, including the manifests of replaced attempts."""
         return self.heads
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of its committed roles, by name. If roles share a metric, that of the first role counts."""
+        """The metrics of its committed roles, by name. If roles share a metric, the first role's value counts."""
         last_first = sorted(self.heads, key=lambda head: head.role, reverse=True)
         return {name: value for head in last_first for name, value in head.metrics.items()}
 
