@@ -66,7 +66,7 @@ class MergeRequest:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).
         target: the folder to make; it may exist if it is empty.
         step: the step to take from a folder of all steps; None for the newest.
-        role: the role to take from a step; None if the step has only one.
+        role: the role to take from a step; None if the step has only one role.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
         hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub with these
             files; None to use the checkpoint's own files.
@@ -81,9 +81,9 @@ class MergeRequest:
         fp8_blocks: True to quantize linear layers to float8 with a scale for each block.
         adapters: how to write LoRA adapters. "merge": they are merged into the weights, or, if the checkpoint has only
             adapters, into the weights of the base model in `hf_model_path`. "beside": the weights are written as they
-            are, and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the adapters are
-            written alone, in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's merger, and
-            "merge" for all other checkpoints.
+            are, and the adapters are written in PEFT's form into the folder `lora_adapter` in the target. "only": the
+            adapters are written alone, in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's
+            merger, and "merge" for all other checkpoints.
         lora_alpha: the alpha of the adapters, whatever the checkpoint says; None for the checkpoint's own alpha.
         force: True to replace a HuggingFace model that is in `target`.
     """

@@ -86,7 +86,7 @@ def _tensor(reader: HuggingFaceReader, name: str) -> SavedTensor:
 
 
 def _writer(reader: HuggingFaceReader, wanted: WantedLayout, destination: RolesOfStep) -> RoleWriter:
-    # The tensors of a HuggingFace model are not cut, so the layout is that of a single rank.
+    # The tensors of a HuggingFace model are not cut, so the saved layout has a single rank.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
         tensors = [_tensor(reader, name) for name in reader.names]

@@ -172,7 +172,7 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans a step without `train_state.pt`: Bridge loads such a step like one of Megatron-LM (`load_checkpoint`)."""
+    """Plans a step that Bridge loads like a step of Megatron-LM (`load_checkpoint`): without `train_state.pt`."""
     rng_of = partial(rng_objects, of_each_replica=roles[0].reader.manifest.topology.ep > 1)
     plan = _for_megatron(selection, roles, hf_model_path, rng_of, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))

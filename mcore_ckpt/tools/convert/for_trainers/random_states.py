@@ -75,7 +75,7 @@ def _numpy_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
         raise InvalidStateError("megatron's random states contain a NumPy state: pip install numpy") from None
     saved = state["numpy"]
     if saved is None:
-        # The training did not use NumPy, but megatron requires a NumPy state.
+        # The training did not use NumPy, but megatron requires a NumPy state, so make a new state.
         name, keys, *rest = numpy.random.RandomState(0).get_state()
         return (name, keys, *rest)
     keys = saved["keys"].numpy().astype("uint32")

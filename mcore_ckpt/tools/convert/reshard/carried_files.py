@@ -56,9 +56,9 @@ class CarriedFiles:
 def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> CarriedFiles:
     """Plans the CarriedFiles of a new layout, by the same rules as a load under another layout.
 
-    Each new rank gets the files of the saved rank at the new rank's coordinates modulo the saved sizes. If the random
-    number generators cannot continue under the new layout, each rank gets the saved seed instead of the generators'
-    states.
+    Each new rank gets the files of one saved rank, whose coordinates are the new rank's coordinates modulo the saved
+    sizes. If the random number generators cannot continue under the new layout, each rank gets the saved seed instead
+    of the generators' states.
 
     Raises CheckpointCorruptError: a file is missing, has another size, or is damaged.
     """

@@ -105,7 +105,7 @@ class Regions:
         if has_vocabulary_rows(tensor.name) and self._rows is not None and shape[0] == self._saved_rows:
             shape = (self._rows, *shape[1:])
         if saved == new and shape == tensor.shape and rank in tensor.seen:
-            # Keep the cut of the checkpoint. So this also works for tensors whose names do not show their cuts.
+            # Keep the cut of the checkpoint. So tensors whose names do not show their cuts can be planned, too.
             return tensor.seen[rank]
         try:
             return self._cut(tensor, saved).region(shape, rank, new)

@@ -117,7 +117,7 @@ def _reshard(selection: Selection, root: Path, wanted: WantedLayout, force: bool
 
 
 def _step_of(selection: Selection) -> Path | None:
-    """Returns the step's folder that has the selected roles; None if they are not in a step's folder."""
+    """Returns the step's folder that has the selected roles; None if the roles are not in a step's folder."""
     role_dir = selection.role_dirs[0]
     return next((each for each in (role_dir, role_dir.parent) if file_names.parse_step(each.name) is not None), None)
 

@@ -168,7 +168,7 @@ def _manifest(
 ) -> Manifest:
     """Makes the manifest of a role. `RolesOfStep.write_manifest` adds the step's roles and attempt.
 
-    `indexed` are the files with tensors, `small` the other files, each with the rank of its writer.
+    `indexed` are the files with tensors. `small` are the other files, each with the rank of its writer.
     """
     topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))

@@ -69,8 +69,8 @@ class WantedLayout:
         try:
             if self.hybrid_layer_pattern is not None:
                 stages = parse_pattern(self.hybrid_layer_pattern)
-                # A pattern of one segment does not say where stages end. As in megatron, it is divided evenly, or by
-                # first_stage_layers and last_stage_layers.
+                # A pattern of one segment does not say where stages end. As in megatron, its layers are then divided
+                # evenly, or by first_stage_layers and last_stage_layers.
                 return stages if len(stages) > 1 else None
             return None if self.pipeline_layout is None else parse_layout(self.pipeline_layout)
         except ValueError as error:
