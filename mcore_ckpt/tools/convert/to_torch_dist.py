@@ -76,7 +76,7 @@ def convert_to_torch_dist(
 def are_alike(reader: HuggingFaceReader) -> bool:
     """Returns True if megatron gives all decoder layers the same keys (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
-    Megatron gives them different keys if the layers differ, or if the config selects which layers have experts or
+    Megatron gives layers different keys if the layers differ, or if the config selects which layers have experts or
     linear attention. In a HybridModel, each layer has separate keys (`HybridStack.sharded_state_dict`, 0.18).
     """
     if reader.model.architecture.table.is_hybrid:

@@ -62,7 +62,7 @@ def find_checkpoint(
             that the tracker names is taken, or the only step.
         backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
         step: the step to take from a folder of all steps; None to choose it as described for `path`.
-        role: the role to take from a step; None if the step has only one.
+        role: the role to take from a step; None if the step has only one role.
 
     Raises:
         InvalidArgumentError: the step has several roles and `role` chooses none of them, the folder has another step

@@ -111,7 +111,7 @@ class RoleOverview:
 
 @dataclass(frozen=True)
 class Overview:
-    """The content of a page: one step, its roles, and their differences from another checkpoint, if compared.
+    """The content of a page: one step, its roles and, after a comparison, the differences from another checkpoint.
 
     Attributes:
         compared_with: the checkpoint that the roles were compared with; None if there was no comparison.

@@ -46,8 +46,8 @@ class ListedStep:
             have all files.
         created: when the step was saved (ISO 8601, UTC); empty if no role is committed.
         places: where the step is complete: "local", "remote" or both. An incomplete step below the root has "local".
-        of_nodes: for a partial step, which files are here. If several roles are partial, these are the files
-            of the role with the smallest share of nodes whose files are all here.
+        of_nodes: for a partial step, which files are here. If several roles are partial, these are the files of the
+            role with the smallest share of whole nodes (`NodeFiles.whole_nodes`).
         saves: the saves of this step that have not committed. Saves of a complete step are looked for only if the step
             is the newest, or if the list has only the last few steps.
         abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an
@@ -182,8 +182,8 @@ def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
 def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
     """True if a process that may be alive is about to complete a step.
 
-    `root` is None for a step that is older than the newest complete step, because trainers no longer save its missing
-    roles.
+    `root` is None for a step that is older than the newest complete step, because trainers no longer save the missing
+    roles of such a step.
     """
     if status.is_claimed or status.problems:
         return False

@@ -101,7 +101,7 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
     """Verifies all checkpoints at a path, even while a trainer saves there.
 
     It reports an incomplete step as a problem, and still verifies its roles. A step that a living trainer is still
-    saving is not a problem, but is reported as under way. A step that retention deletes meanwhile is left out.
+    saving is reported as under way, and not as a problem. A step that retention deletes meanwhile is left out.
 
     Args:
         path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all steps and the
@@ -165,8 +165,8 @@ def _attempt(role_dir: Path) -> str | None:
 class _Role:
     """A role to verify. `path` is the role's folder at the time when the steps were listed.
 
-    A save by two renames moves the folder aside for a moment. `find` then finds it by `step_path`, the step's folder,
-    and `name`. `step_path` is None if the role is not in a step's folder.
+    A save by two renames moves the folder aside for a moment. Then `find` finds the folder by `name` and by the step's
+    folder, `step_path`. `step_path` is None if the role is not in a step's folder.
     """
 
     path: Path

@@ -4,8 +4,8 @@ A path is recognized by the names of its files and folders, and by the `metadata
 package give a rank's model file the same name, so the records in that file are looked at, too.
 
 If there is only one folder of steps below the path, commands on folders of steps take that folder, because the user can
-mean no other one. Only `list` and `watch` take a folder of steps above the path: a user who names one step for `prune`
-does not mean all steps.
+mean no other folder. Only `list` and `watch` take a folder of steps above the path: a user who names one step for
+`prune` does not mean all steps.
 """
 
 from __future__ import annotations

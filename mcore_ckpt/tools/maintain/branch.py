@@ -231,15 +231,16 @@ def _write(
             reports.append(BranchedRole(role, sources[role], where, len(manifest.files), manifest.nbytes, linked))
         _check_unchanged(sources, found)
         new.publish()
-        # If this process dies here, the first save of a trainer writes the file, because the manifests name the run.
+        # If this process dies here, the first save of a trainer writes `.run.json`, because the manifests name the run.
         settle(new_root, new_root, heads, None, None)
     return reports, [str(path.relative_to(status.place)) for path in copied]
 
 
 def _check_unchanged(sources: Mapping[str, Path], found: Mapping[str, Manifest]) -> None:
-    """Raises CommitError if a role was saved again since its manifest was read, because its files may be of both saves.
+    """Raises CommitError if a role was saved again since its manifest was read.
 
-    The read lock keeps other processes from deleting the step, but the step's trainer may save the step again.
+    The copied files could then come from both saves. The read lock keeps other processes from deleting the step, but
+    the step's trainer may save the step again.
     """
     for role, manifest in found.items():
         if not is_of_attempt(sources[role], manifest.attempt):

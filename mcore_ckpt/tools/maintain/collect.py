@@ -45,8 +45,8 @@ class MissingFiles:
 class RoleSource:
     """One role of a step, and the places of its files.
 
-    `folders` are the role's folders on the nodes, each with the numbers of the files in it (positions in the manifest's
-    list).
+    `folders` are the role's folders on the nodes. Each is listed with the numbers of its files (positions in the
+    manifest's list).
     """
 
     manifest: Manifest

@@ -27,7 +27,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 RANKS = "ranks"
-# How many seconds longer a rank waits for the others while they measure speeds.
+# How many seconds longer a rank waits for the other ranks while these measure speeds.
 _MEASURING_S = 180.0
 _TOPIC = "examining the file system"
 
@@ -71,7 +71,7 @@ def examine(
 
     Raises:
         InvalidArgumentError: no rank sees the root.
-        CheckpointError: a rank is missing or has failed. Rank 0 reports this instead of raising it.
+        CheckpointError: a rank is missing or has failed. Rank 0 reports the error instead of raising it.
     """
     examination = _Examination(root, agreement, megabytes, progress)
     try:

@@ -1,7 +1,7 @@
 """Measures how fast this machine copies, writes and reads, and predicts how long saves and loads take.
 
-`size.py` computes how many bytes the ranks of a layout save, `speeds.py` measures, `predict.py` combines both, and
-`trial_saves.py` makes the measured saves: real saves of random bytes, without a trainer.
+`size.py` computes how many bytes the ranks of a layout save, `speeds.py` measures, `predict.py` combines sizes and
+speeds, and `trial_saves.py` makes the measured saves: real saves of random bytes, without a trainer.
 
 Small saves wait mostly for locks, folders, small files and their syncs, and not for copies and large writes. So whole
 saves are measured, with random bytes in place of the trainer's objects. Saves of two sizes, one of them almost
