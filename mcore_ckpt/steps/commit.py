@@ -59,8 +59,8 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
     for tries_left in reversed(range(_TRIES)):
         make_parents(role_dir.parent, top_mode(None) if mode is None else mode)
         try:
-            # These names are not synced, because the trainer is waiting for this function. `publish` syncs the name of
-            # the step's folder.
+            # The names of the new folders are not synced, because the trainer is waiting for this function. `publish`
+            # syncs the name of the step's folder.
             new_folder(role_dir.parent, mode, exist_ok=True)
             new_folder(staging, mode)
             write_owner(staging)

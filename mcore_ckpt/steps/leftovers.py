@@ -86,7 +86,7 @@ def remove_leftover(folder: Path) -> None:
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
-    It leaves out folders whose process may be alive, on this host or another. It also leaves out checkpoints that were
+    Leaves out folders whose process may be alive, on this host or another host. Also leaves out checkpoints that were
     moved aside, if the next start of a trainer will restore them.
     """
     listed = entries(root)
@@ -156,7 +156,7 @@ def _is_all_that_is_left(entry: Path, role_dir: Path) -> bool:
 
 
 def _may_have_leftovers(step_path: Path, role: str) -> bool:
-    """True if `_remove_in` may have something to do in a step. It makes at most two calls."""
+    """True if `_remove_in` may have something to do in a step. Makes at most two calls."""
     names = {entry.name for entry in entries(step_path)}
     works = [work for name in names if (work := file_names.parse_work_dir(name)) is not None]
     if not names or file_names.OWNER_FILE in names or any(work.role == role for work in works):

@@ -193,7 +193,7 @@ def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
 def newest_steps(root: Path, count: int) -> list[StepStatus]:
     """Returns the `count` steps that were committed last, complete or not. The oldest of them is first.
 
-    It looks at few steps, as `newest_complete` does. Raises OSError like `list_steps`, for the steps that it looks at.
+    Looks at few steps, as `newest_complete` does. Raises OSError like `list_steps`, for the steps that it looks at.
     """
     looks: list[_Look] = []
     likely = {read_tracker(root)}
@@ -207,7 +207,7 @@ def newest_steps(root: Path, count: int) -> list[StepStatus]:
 def newest_complete(
     root: Path, role: str | None = None, seen: Path | None = None, committed: int | None = None
 ) -> StepStatus | None:
-    """Returns the newest complete step, or None. It is fast even if there are thousands of steps.
+    """Returns the newest complete step, or None. The call is fast even if there are thousands of steps.
 
     The first call of a process looks at all steps. A later call first looks at two groups of steps: steps whose
     manifests the process has not read, and steps that are likely to have been saved again. Then it looks at the other
@@ -329,7 +329,7 @@ def _look_at(listed: _Listed, known: _Heads, step: int) -> _Look:
 def complete_steps(root: Path) -> list[StepStatus]:
     """Returns the complete steps in the order of their commits. The newest is last; abandoned steps come first.
 
-    It looks at the files of all steps. Raises OSError.
+    Looks at the files of all steps. Raises OSError.
     """
     statuses = list_steps(root)
     look_at_all(statuses)
@@ -549,7 +549,7 @@ def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
     Forgets the manifests of all other steps, because a long run saves thousands of steps.
     """
     there = {path for paths in folders.values() for path in paths}
-    # This copies the dictionary, because another thread may be listing the same root.
+    # Copy the dictionary, because another thread may be listing the same root.
     heads = dict(_heads.pop(root, {}))
     _heads[root] = {path: head for path, head in heads.items() if path in there or path.parent in there}
     for oldest in list(_heads)[:-_MOST_ROOTS]:

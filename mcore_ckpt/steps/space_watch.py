@@ -122,7 +122,9 @@ class SpaceWatch:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
     def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
-        """Warns once if the next save, with the need of the last check, will not fit. It reads no files, so it is fast.
+        """Warns once if the next save, with the need of the last check, will not fit.
+
+        Reads no files, so the call is fast.
 
         `deletes` is True if retention deletes steps now, or after the commits of other roles. Then this method does not
         warn, because each deleted step frees about the space of one save. Returns the argument for `foresee`, which the
@@ -147,7 +149,7 @@ class SpaceWatch:
     def foresee(self, saved: Saved) -> None:
         """Warns once if another save like `saved` will not fit. Call it when old steps have been deleted.
 
-        Returns immediately, and looks on another thread. It looks only if the step is complete, and it says nothing if
+        Returns immediately, and looks on another thread. Looks only if the step is complete, and says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
         """
         with suppress(NoThreadError):

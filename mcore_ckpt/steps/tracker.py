@@ -33,8 +33,8 @@ def remove_tracker(root: Path) -> None:
 def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
-    `committed` is the step that was committed just now. It is the newest step once it is complete. If `committed` is
-    None, all steps are looked at. `seen` is as in `newest_complete`. Raises OSError.
+    `committed` is the step that was committed just now. This step is the newest step once it is complete. If
+    `committed` is None, all steps are looked at. `seen` is as in `newest_complete`. Raises OSError.
     """
     last = None
     for _ in range(_TRACKER_LOOKS):

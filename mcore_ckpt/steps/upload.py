@@ -66,7 +66,7 @@ class Upload:
     def run(self) -> None:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
-        It first checks that all files are here, and sends nothing if one is missing. Raises CheckpointCorruptError if a
+        First checks that all files are here, and sends nothing if a file is missing. Raises CheckpointCorruptError if a
         file is missing or differs from the manifest, and RemoteError if the store failed, has too little space, or
         `stop` was set.
         """
@@ -150,7 +150,7 @@ class Upload:
     def _crc_there(self, key: str, size: int) -> int:
         """Reads a file back from the store once and returns its CRC.
 
-        This is needed if no checksum of the store matches.
+        Reading a file back is needed if no checksum of the store matches.
         """
         crc = 0
         for start in range(0, size, tuning.UPLOAD_PART_BYTES):

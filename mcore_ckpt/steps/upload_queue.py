@@ -55,7 +55,9 @@ logger = logging.getLogger(__name__)
 
 
 class UploadHandle(Handle[bool]):
-    """The upload of one committed checkpoint, for the trainer. It ends only when the whole checkpoint is in the store.
+    """The upload of one committed checkpoint, for the trainer.
+
+    The upload ends only when the whole checkpoint is in the store.
 
     The attribute `exception` says why the last try failed, or why the step is not uploaded at all. If the store failed,
     the upload is tried again after the next commit.
@@ -135,8 +137,9 @@ class UploadQueue:
     def expect(self, need: Need) -> None:
         """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
 
-        It looks on another thread, because a network file system that hangs must not hold up the training. At most one
-        such thread runs. If the thread is still checking for an earlier save, it then checks for the newest save, too.
+        The look runs on another thread, because a network file system that hangs must not hold up the training. At most
+        one such thread runs. If the thread is still checking for an earlier save, it then checks for the newest save,
+        too.
         """
         with suppress(NoThreadError):
             self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
