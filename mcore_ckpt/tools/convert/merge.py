@@ -258,14 +258,14 @@ def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
 
 
 def find(request: MergeRequest) -> FoundCheckpoint:
-    """Finds the checkpoint to merge. It raises the same errors as `find_checkpoint`."""
+    """Finds the checkpoint to merge. Raises the same errors as `find_checkpoint`."""
     return find_checkpoint(request.source, request.backend, request.step, request.role)
 
 
 def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> MergeJob:
     """Opens a checkpoint and plans the files to write: at least one for each of the `ranks` that share the work.
 
-    It does not look at the target.
+    Does not look at the target.
 
     Raises CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
     """

@@ -210,7 +210,10 @@ class _RolePair:
 
 
 def _badness(tensor: DifferentTensor) -> tuple[bool, float, int, str]:
-    """Returns a sort key: tensors that could not be compared come first, then the others, largest difference first."""
+    """Returns a sort key.
+
+    Tensors that could not be compared come first, then the compared tensors, largest difference first.
+    """
     return bool(tensor.numel), -tensor.max_abs, -tensor.differing, natural_order(tensor.name)
 
 

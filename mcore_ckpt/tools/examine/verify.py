@@ -67,7 +67,7 @@ class Report:
 def verify_role(
     role_dir: Path, deep: bool = False, progress: Callable[[int], None] = lambda nbytes: None
 ) -> VerifiedRole:
-    """Verifies the role in a folder. It reads all files once and, if `deep` is true, the tensors a second time.
+    """Verifies the role in a folder. Reads all files once and, if `deep` is true, the tensors a second time.
 
     Args:
         deep: True to also open every file with torch (`weights_only=True`) and compare its tensors with the index.
@@ -100,8 +100,8 @@ def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
 def verify(path: Path, step: int | None = None, deep: bool = False, progress: Progress = no_progress) -> Report:
     """Verifies all checkpoints at a path, even while a trainer saves there.
 
-    It reports an incomplete step as a problem, and still verifies its roles. A step that a living trainer is still
-    saving is reported as under way, and not as a problem. A step that retention deletes meanwhile is left out.
+    Reports an incomplete step as a problem, and still verifies the roles of this step. A step that a living trainer is
+    still saving is reported as under way, and not as a problem. A step that retention deletes meanwhile is left out.
 
     Args:
         path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all steps and the

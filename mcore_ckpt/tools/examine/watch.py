@@ -163,7 +163,7 @@ class _Meter:
             # A file may be a little longer than in the previous checkpoint, so count at most its previous size.
             least = sum(map(min, sizes, (size for _, size in self._sample)))
             return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
-        # There is no previous checkpoint, or it has other files, because its layout was different.
+        # There is no previous checkpoint, or the previous checkpoint has other files, because its layout was different.
         return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
 
 

@@ -69,8 +69,8 @@ def write_planned_files(
 ) -> Iterator[FileNames]:
     """Writes the files durably into the folder `staging`, and yields each file when that file is complete.
 
-    It needs two buffers of STREAM_BYTES and the memory that `read` needs, for files of any size. `progress` is called
-    with the number of bytes that were written since the last call.
+    Needs two buffers of STREAM_BYTES and the memory that `read` needs, for files of any size. `progress` is called with
+    the number of bytes that were written since the last call.
 
     Raises:
         CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names the file and the tensor.

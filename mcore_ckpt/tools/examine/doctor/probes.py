@@ -131,7 +131,7 @@ def _reserve(folder: Path, mount: Mount | None) -> Finding:
 def fallocate(descriptor: int, nbytes: int) -> int:
     """Reserves space for the first `nbytes` of a file. Returns 0, or the system's error number.
 
-    It does not use `os.posix_fallocate`, which would write zeros if the file system cannot reserve space.
+    Does not use `os.posix_fallocate`, which would write zeros if the file system cannot reserve space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     zero, size = ctypes.c_int64(0), ctypes.c_int64(nbytes)

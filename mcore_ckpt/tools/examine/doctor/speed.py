@@ -43,7 +43,7 @@ _SYNCS = 9
 
 
 def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_progress) -> list[Finding]:
-    """Measures the speed of a file system in an empty folder. It needs space for twice `nbytes`.
+    """Measures the speed of a file system in an empty folder. Needs space for twice `nbytes`.
 
     Args:
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
