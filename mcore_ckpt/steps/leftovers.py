@@ -120,8 +120,8 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and the process that wrote the file may
     # have died before the deletion. A save also writes an owner file into a role's folder before it replaces the
-    # folder. Retention writes one before it removes an optimizer. If the process is dead, the owner file is removed
-    # here.
+    # folder. Retention writes an owner file before it removes an optimizer. If its process is dead, the owner file is
+    # removed here.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             remove_dropped(folder, alone)

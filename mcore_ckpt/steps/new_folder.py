@@ -41,8 +41,8 @@ class Replaceable:
 def check_may_replace(path: Path, replaceable: Replaceable) -> None:
     """Checks that a tool may make a folder: `path` does not exist, is an empty folder, or may be replaced.
 
-    Nothing else is replaced, because a model that is already in the folder may be somebody's only copy, or the model
-    that the tool is reading.
+    Any other folder is refused, because a model in it may be somebody's only copy, or the model that the tool is
+    reading.
 
     Raises:
         InvalidArgumentError: there is a file, or a folder that the tool must not replace.

@@ -58,7 +58,7 @@ class PreservationPolicy:
             better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
         optimizer_for_last: how many steps of each role keep the optimizer: the newest of the complete steps that have
-            one. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their
+            an optimizer. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their
             optimizer.
 
     Example:

@@ -80,7 +80,7 @@ def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
 
 
 def tracker_problems(root: Path) -> list[str]:
-    """Returns why programs that follow the tracker would not load the step that `load` loads; [] if they would."""
+    """Returns why programs that follow the tracker load another step than `load`; [] if they load the same step."""
     path, last = root / file_names.TRACKER_FILE, newest(list_steps(root))
     if last is None and not path.exists():
         return []
