@@ -192,7 +192,7 @@ class AdapterMerge:
     def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
         """Returns HuggingFace tensors with their adapters.
 
-        The tensors are the `wanted` ones if the checkpoint has mcore's names, and otherwise all weights that have
+        The result has the `wanted` tensors if the checkpoint has mcore's names, and otherwise all weights that have
         adapters.
         """
         found, tensors = self.source.found, self.source.tensors

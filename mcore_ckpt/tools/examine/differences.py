@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A list of numbers is shown as one value. If a list has more numbers than this, as the state of a generator has, only
-# their count is shown.
+# A list of numbers is shown as one value. For a list with more numbers than this, such as the state of a generator,
+# only the count is shown.
 _MOST_ITEMS = 16
 _SHOWN = 60
 

@@ -4,7 +4,7 @@ One checkpoint fits all three of megatron's optimizer classes (`shared_state.py`
 of two optimizers (dense and expert) only into a chain of two, even from megatron's own checkpoints. A step that
 `mcore-ckpt reshard` has written gets the chain of its new layout. Scaled moments are written as fp32, and so are main
 parameters that are stored as remainders. Megatron's `fully_reshardable` does the same. transformer-engine cannot turn
-fp32 back into remainders, and a note of the command says this.
+fp32 back into remainders, and the command says this in a note.
 
 The optimizer's form is `fully_reshardable`. The offline converter has neither ranks nor buckets, so it needs a form in
 which each tensor has its parameter's shape. `DistributedOptimizer` in megatron 0.16 to 0.19 knows another such form by

@@ -185,8 +185,8 @@ def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, .
 def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict[str, bytes]:
     """Returns the `_extra_state` that transformer-engine keeps for FP8, unchanged."""
     if is_expert(tensor.name):
-        # Megatron needs the state of grouped experts divided by expert. This conversion leaves the state out instead,
-        # so the amax history begins anew.
+        # Megatron divides the state of grouped experts by expert. This conversion leaves that state out instead, so the
+        # amax history begins anew.
         return {}
     shard = Locator(reader, None).opaque(ShardKey(tensor.name, OPAQUE))
     if shard is None:

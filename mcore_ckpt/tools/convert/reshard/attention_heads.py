@@ -41,7 +41,7 @@ def check_heads(
     A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
     the number of attention heads, and that it divides the number of key-value heads or is a multiple of that number. In
     linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1). In a
-    Mamba mixer, it must divide the numbers of heads and of groups (MambaMixer, 0.18).
+    Mamba mixer, the size must divide the numbers of heads and of groups (MambaMixer, 0.18).
 
     The numbers come from the checkpoint's `facts`, or else from the HuggingFace `config`. A number that both lack is
     not checked.

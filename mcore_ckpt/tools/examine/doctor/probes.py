@@ -65,7 +65,7 @@ def has_direct(findings: Iterable[Finding]) -> bool:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Opens a file for the `with` block, or makes it if `flags` has O_CREAT. Yields its descriptor. Raises OSError."""
+    """Opens a file for the `with` block, and makes it if `flags` has O_CREAT. Yields its descriptor. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
     try:
         yield descriptor
