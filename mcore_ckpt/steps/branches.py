@@ -84,7 +84,7 @@ class Position:
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 
     def seen(self, last: int, of_role: int) -> Position:
-        """Returns the position after these numbers have been seen.
+        """Returns the position after the numbers `last` and `of_role` have been seen.
 
         Numbers that are smaller than the known numbers change nothing.
         """

@@ -1,9 +1,10 @@
 """Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
 The newest step is the step that was committed last. It need not have the highest step number. Clocks do not count. The
-last commit of a role also says which steps are abandoned for that role (`branches.py`). To find them, the manifest of
-that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the abandoned steps stay
-abandoned. So damage never brings back a step that the training has given up, unless nothing else is left.
+last commit of a role also says which steps are abandoned for that role (`branches.py`). To find the abandoned steps,
+the manifest of that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the
+abandoned steps stay abandoned. So damage never brings back a step that the training has given up, unless nothing else
+is left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """

@@ -183,7 +183,7 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     # The checkpoint is in place, so later failures are only logged and do not fail the save.
     try:
         sync_dir(role_dir.parent)
-        # The owner file had to stay until the rename, because it shows other processes whether this one is alive.
+        # The owner file had to stay until the rename, because it shows other processes whether this process is alive.
         (role_dir / file_names.OWNER_FILE).unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s is in place, but a power loss might undo that: %s", role_dir, error)

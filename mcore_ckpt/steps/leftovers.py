@@ -72,7 +72,7 @@ def remove_sibling_leftovers(folder: Path) -> None:
 
 
 def remove_leftover(folder: Path) -> None:
-    """Removes a leftover. Files that other programs put into an old checkpoint are first moved to the new one."""
+    """Removes a leftover. The files of other programs in an old checkpoint are first moved to the new checkpoint."""
     work = file_names.parse_work_dir(folder.name)
     with taken_away(folder) as away:
         # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.

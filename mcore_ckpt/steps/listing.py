@@ -151,7 +151,7 @@ class StepStatus(Weighed):
 
 
 def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
-    """Returns the steps below a root, sorted by number. With `only`, it looks only at the steps with these numbers.
+    """Returns the steps below a root, sorted by number. With `only`, looks only at the steps with these numbers.
 
     If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete folder is returned. If
     a step has only one folder, only the manifests in it are read.
@@ -346,7 +346,7 @@ def step_status(path: Path) -> StepStatus:
 
 
 def is_step(path: Path) -> bool:
-    """True if a path is the folder of a step, or was one until an unfinished save moved that folder aside."""
+    """True if a path is the folder of a step, or was a step's folder until an unfinished save moved it aside."""
     return _number_of(path) is not None and (path.is_dir() or find_moved_aside(path) is not None)
 
 

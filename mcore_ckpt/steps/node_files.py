@@ -79,8 +79,8 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
 def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
     """Returns the steps of a folder. In a node's folder of the fast tier, one node's files make a step complete.
 
-    If a root has a step of the fast tier, somebody has copied it there from one node, and the copy is only a part of
-    the step.
+    If a root has a step of the fast tier, somebody has copied the step there from one node, and the copy is only a part
+    of the step.
 
     Raises OSError like `newest_complete`.
     """

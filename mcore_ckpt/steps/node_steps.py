@@ -1,8 +1,8 @@
 """Finds which steps of the fast tier are whole, from what each node has in its folder.
 
-A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes.
-But the folder has only the files that the node has written, and copies of some other files. A role's checkpoint is
-whole if every file is on some node, and a node has committed the checkpoint. Each node looks into its own folder
+A node's folder has the layout of a root. For each checkpoint, the folder has the manifest, which lists the files of all
+nodes. But the folder has only the files that the node has written, and copies of some other files. A role's checkpoint
+is whole if every file is on some node, and a node has committed the checkpoint. Each node looks into its own folder
 (`held_roles`), and rank 0 joins the results (`fast_checkpoints`).
 """
 
@@ -147,7 +147,7 @@ def held_roles(folder: Path, refused: Callable[[Path], str | None] = lambda path
             if _is_refused(step_path, refused):
                 continue
             names = sorted(os.listdir(step_path))
-        except FileNotFoundError:  # another role of the step has just been deleted, and the folder with it
+        except FileNotFoundError:  # another role of the step has just been deleted, together with the folder
             continue
         except OSError as error:
             logger.warning("%s: is left out: %s", step_path, error)
@@ -229,7 +229,7 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
-    """Returns the checkpoints of a step, with the last saved one at the end."""
+    """Returns the checkpoints of a step in the order of their saves, the last save at the end."""
     # If the checkpoints have no commit numbers, a checkpoint in a staging folder was saved last. The times of the saves
     # decide between all other checkpoints.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))

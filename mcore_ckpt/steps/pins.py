@@ -28,7 +28,7 @@ def pin(root: str | Path, step: int) -> None:
 
     A trainer that has gone back behind the step may still save it again. Then the pin keeps the new save.
 
-    Raises CheckpointNotFoundError if there is no such step, or it is not complete, and OSError.
+    Raises CheckpointNotFoundError if the step is missing or not complete, and OSError.
 
     Example:
         >>> pin("checkpoints", 12000)  # doctest: +SKIP
