@@ -395,8 +395,8 @@ def remove_optimizers(decisions: Iterable[RetentionDecision[StepStatus]]) -> Non
 def delete_step(status: StepStatus) -> str | None:
     """Deletes one step unless it is in use. Returns the reason why it stays, or None if it is gone.
 
-    Raises nothing, because one step that cannot be deleted must not prevent the deletion of others, or the disk would
-    fill up.
+    Raises nothing, because one step that cannot be deleted must not prevent the deletion of other steps, or the disk
+    would fill up.
     """
     try:
         return delete_or_raise(status)

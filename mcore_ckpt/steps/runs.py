@@ -47,7 +47,7 @@ from mcore_ckpt.ranks.hosts import this_host
 
 logger = logging.getLogger(__name__)
 
-# How many commit numbers a manager reserves. No manager makes so many commits, and there are enough numbers for two
+# How many commit numbers a manager reserves. No manager makes this many commits, and there are enough numbers for two
 # thousand million managers, one after the other.
 _RESERVED = 2**32
 

@@ -98,9 +98,9 @@ class SpaceWatch:
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
         """Refuses a save whose files do not fit. `need` has the files of all ranks. Raises NoRoomError.
 
-        If there is too little space now, it first waits for deletions that are under way. If a deletion still goes on
-        after `patience_s` seconds, the save may begin, because the freed space may suffice. Before a refusal, the look
-        at old steps also ends after `patience_s` seconds.
+        If there is too little space now, this method first waits for deletions that are under way. If a deletion still
+        goes on after `patience_s` seconds, the save may begin, because the freed space may suffice. Before a refusal,
+        the look at old steps also ends after `patience_s` seconds.
         """
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING

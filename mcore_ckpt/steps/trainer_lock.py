@@ -200,7 +200,7 @@ class TrainerLock:
                 if read_claim(self._path) == claim:
                     logger.info("%s: taking the place of %s", self._path, claim.owner or "nobody")
                     # Replacing the file leaves no moment without a lock file. If two trainers do this at the same time,
-                    # the later one keeps the lock, and the earlier one notices its loss before it commits.
+                    # the later trainer keeps the lock, and the earlier trainer notices its loss before it commits.
                     self._replace(content)
                     return _Hold(self._path, content, generation + 1)
                 continue
@@ -401,7 +401,7 @@ def read_claim(path: Path, content: bytes | None = None) -> Claim | None:
 
 
 # Runs after the exit handler of save/background.py, which finishes saves. Exit handlers run in reverse order of their
-# registration, and that module is imported after this one.
+# registration, and save/background.py is imported after this module.
 @atexit.register
 def _release_all() -> None:
     for hold in _holds.values():

@@ -1,7 +1,7 @@
 """Leads all ranks through one save, which ends with a committed checkpoint or with the same error on every rank.
 
 A save has two rounds. `open_together` runs on the trainer's thread and makes the staging folder once all ranks have
-called it. `commit_together` runs on any thread. It lets each rank write, and commits once all ranks have written.
+called it. `commit_together` runs on any thread, lets each rank write, and commits once all ranks have written.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def tidy_up(
         remote: the steps in the store. Its methods may raise RemoteError.
         uploaded: the manifest that was uploaded. Other attempts of its role are deleted (see `superseded`), so no other
             process may be uploading them.
-        pending: folders of attempts that this process will continue to upload. They stay.
+        pending: folders of attempts that this process will continue to upload. These folders stay.
         too_old: returns the steps that need not stay.
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         metrics: the metrics of each local step.

@@ -63,7 +63,7 @@ class UploadHandle(Handle[bool]):
     the upload is tried again after the next commit.
 
     Attributes:
-        nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
+        nbytes: the size of the checkpoint's files in bytes; 0 until the files are in the store.
         seconds: how long the successful try took; 0 until the files are in the store.
     """
 
