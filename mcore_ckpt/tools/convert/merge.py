@@ -63,7 +63,7 @@ class MergeRequest:
     """The arguments of a merge.
 
     Attributes:
-        source: the folder of a role, of a step, or of all steps (to take the newest complete one).
+        source: the folder of a role, of a step, or of all steps (to take the newest complete step).
         target: the folder to make; it may exist if it is empty.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one role.

@@ -126,7 +126,8 @@ def diff(
     Memory use does not grow with the size of the checkpoints.
 
     Args:
-        left: A: the folder of a role, of a step, or of all steps (the newest complete one), or a selection by `select`.
+        left: A: the folder of a role, of a step, or of all steps (the newest complete step), or a selection by
+            `select`.
         right: B, given in the same way. If A and B each have only one role, these roles may have different names.
         ignored: regular expressions. A tensor is not compared if its whole name matches one of them.
 

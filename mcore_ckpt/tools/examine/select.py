@@ -27,7 +27,7 @@ def select(path: Path, step: int | None = None, of_one_node: bool = False) -> Se
     """Selects the checkpoints of this package at a path.
 
     Args:
-        path: the folder of a role, of a step (all its roles), or of all steps (the newest complete one).
+        path: the folder of a role, of a step (all its roles), or of all steps (the newest complete step).
         step: the step to take from a folder of all steps; None for the newest.
         of_one_node: True to also accept a node's folder of the fast tier if the files that it lacks are on other nodes.
 

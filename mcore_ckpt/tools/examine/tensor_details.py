@@ -27,7 +27,7 @@ from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
 from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 
-# How many bytes of a tensor are in memory at a time. The fp64 copies of these bytes need a few times as much.
+# How many bytes of a tensor are in memory at a time. The fp64 copies of these bytes need a few times as much memory.
 _BATCH_BYTES = 16 << 20
 _SUGGESTED = 3
 

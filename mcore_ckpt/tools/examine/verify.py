@@ -111,7 +111,7 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
 
     Raises:
         InvalidArgumentError: the folder has another step than `step`.
-        CheckpointNotFoundError: there is nothing to verify, or it was deleted during the verification.
+        CheckpointNotFoundError: there is no checkpoint, or it was deleted during the verification.
 
     Example:
         >>> verify(Path("checkpoints")).is_sound  # doctest: +SKIP

@@ -4,9 +4,9 @@ The watch only reads: names of files, manifests, and how much of some files is w
 that sees the root.
 
 The ranges of a save's files that are still holes show the progress of the save (`io/written.py`). Sizes and allocated
-blocks do not show it, because the writer reserves the space of a whole file before it writes. The role's newest
-checkpoint gives the total size, and its manifest names the files to look at, so no folder is walked. A look at 5 steps
-and 2 saves makes some 100 calls, most of them `stat`. A look opens at most 128 files of a save, for any number of
+blocks do not show the progress, because the writer reserves the space of a whole file before it writes. The role's
+newest checkpoint gives the total size, and its manifest names the files to look at, so no folder is walked. A look at 5
+steps and 2 saves makes some 100 calls, most of them `stat`. A look opens at most 128 files of a save, for any number of
 ranks.
 """
 

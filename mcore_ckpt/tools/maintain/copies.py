@@ -1,4 +1,4 @@
-"""Copies many files on several threads. All threads end if one fails or the process is interrupted."""
+"""Copies many files on several threads. All threads end if one of them fails or the process is interrupted."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def convert_for_trainer(
     then the tracker names the step. Each process needs a few times SCATTER_BYTES of memory.
 
     Args:
-        source: the folder of a role, of a step, or of all steps (to take the newest complete one).
+        source: the folder of a role, of a step, or of all steps (to take the newest complete step).
         root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder of
             steps that contains `source`.
         layout: the trainer that will go on from the step.

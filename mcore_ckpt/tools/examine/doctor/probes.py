@@ -40,7 +40,8 @@ NAMES = "names"
 MAPPING = "mmap"
 DELETED = "open files that are deleted"
 
-# If the clocks of two hosts, or of a host and a file server, differ by more seconds than this, a finding reports it.
+# If the clocks of two hosts, or of a host and a file server, differ by more seconds than this, a finding reports the
+# difference.
 CLOCK_S = 2.0
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

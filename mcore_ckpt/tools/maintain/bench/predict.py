@@ -120,8 +120,8 @@ def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
     if longest == WRITE:
         return f"writing, {_rate(speeds.write_bytes_per_s)}: {_limit(speeds.write_limit)}"
     if longest == WRITE_IN_PLACE:
-        # Writing in place also copies. If it is much slower than writing from images, the copy is the bottleneck, not
-        # the disk.
+        # Writing in place also copies. If writing in place is much slower than writing from images, the copy is the
+        # bottleneck, not the disk.
         is_alike = speeds.write_in_place_bytes_per_s >= _ALIKE * speeds.write_bytes_per_s
         limit = speeds.write_limit if is_alike else PROCESSORS
         return f"writing in place, {_rate(speeds.write_in_place_bytes_per_s)}: {_limit(limit)}"
