@@ -110,7 +110,10 @@ def soak(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.full
 def test_leaks_of_a_real_training_are_found(tmp_path: Path) -> None:
     """All at once, for the time that they take. The honest soak of `scripts/test.sh --full` has none."""
-    status, result, text = soak(tmp_path, "--minutes", "4", "--seed", "4", "--leak", *KINDS)
+    for minutes in ("4", "8", "16"):
+        status, result, text = soak(tmp_path, "--minutes", minutes, "--seed", "4", "--leak", *KINDS)
+        if any(of for life in result["lives"] for of in life["verdicts"].values()):
+            break  # on a slow machine no life of the first soak may have had enough saves to be judged
     judged = {kind: after - before > allowed for kind, before, after, allowed in first_judged(result)}
     assert (status, {kind: judged[kind] for kind in KINDS}) == (1, dict.fromkeys(KINDS, True)), text
 
