@@ -15,7 +15,8 @@ from mcore_ckpt.io import json_fields as fields
 
 # Commit numbers, as ascending ranges `(first, last)` that include `last`.
 Ranges = tuple[tuple[int, int], ...]
-# The largest number of ranges in a commit's branch. If a training goes back more often, its oldest ranges are dropped.
+# The largest number of ranges in a commit's branch. When a training goes back to an earlier checkpoint, its branch gets
+# one more range. If there are too many, the oldest ranges are dropped.
 MOST_RANGES = 256
 
 
@@ -52,14 +53,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Commit:
-    """The place of a checkpoint among all checkpoints that its root has seen committed.
+    """The place of a checkpoint among all checkpoints that were ever committed in its root.
 
     Attributes:
         number: grows with each commit of a root. The roles of a step share one number, but a role that saves the step
             again gets a new number.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
         branch: the numbers of the commits that led to this commit, and this commit's own number. Earlier commits whose
-            numbers are missing here were given up.
+            numbers are missing here were given up, or are so old that their range was dropped.
     """
 
     number: int

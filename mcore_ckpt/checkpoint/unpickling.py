@@ -36,8 +36,8 @@ _ANY_MEMORY = 256 << 10
 # The memory that values take, in bytes: a place in a list; a number; a text without its characters; a tuple, list or
 # object; an item of a dict; a dict; a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
-# The memory, in bytes, that is counted for a value in the memo whose number is larger than the next free number. Such a
-# value takes less memory, but few pickles have such a value, so the excess does no harm.
+# A pickle numbers the values in its memo. If a value's number skips numbers that are still free, this many bytes of
+# memory are counted for the value. It takes less memory, but few pickles have such a value, so the excess does no harm.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -305,7 +305,8 @@ class Unpickler:
         value = self._stack[-1]
         if number == len(self._memo):
             if self._memo and self._memo[-1] is value:
-                self._charge(_OBJECT)  # costs more: programs that write pickles never put a value there twice in a row
+                # This costs more, because programs that write pickles never put a value into the memo twice in a row.
+                self._charge(_OBJECT)
             self._memo.append(value)
         elif number < len(self._memo):
             self._memo[number] = value

@@ -88,10 +88,10 @@ def metric_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns one pair, a topic and a text with the facts of the model, or no pair if there are no facts.
+    """Returns one pair (a topic, and a text with the facts of the model), or no pair if there are no facts.
 
-    The text leaves out facts that are False or None, and lists, such as a number for each layer. `--json` has all
-    facts.
+    The text leaves out every fact whose value is False, None or a list (such as one number for each layer). `--json`
+    has all facts.
     """
     facts = (manifest.model or {}).items()
     told = [f"{name} {value}" for name, value in facts if value not in (None, False) and not isinstance(value, list)]

@@ -36,12 +36,12 @@ _NO_VALUE = "-"
 
 @dataclass
 class WaitLimit:
-    """When waits end even if their own deadlines are later. All times are by `time.monotonic()`.
+    """The times at which waits end, even if a wait's own deadline is later. All times are by `time.monotonic()`.
 
     Attributes:
         at: every wait ends at this time.
-        expected_at: the machine is expected to go at this time, so a wait ends then. Waits that begin after this time
-            are not limited: the machine is then still there, so the time was wrong.
+        expected_at: the machine is expected to be taken away at this time, so a wait ends then. Waits that begin later,
+            or less than SHORTEST_WAIT_S before, are not limited by it, because the time may be wrong.
     """
 
     at: float = math.inf

@@ -52,7 +52,8 @@ def _check_may_change(folder: Path) -> None:
 def _is_protected(folder: Path) -> bool:
     """True if the files in a folder cannot be removed.
 
-    Hiding such files by a rename would not help, because the files would still take space.
+    A deletion first hides the step by a rename. Without this check such files would be hidden, but would stay, and take
+    space.
     """
     # The system call filter of an old container makes every `access` call fail, even a call with `F_OK`. In that case,
     # only an attempt to remove the files shows whether they can be removed.

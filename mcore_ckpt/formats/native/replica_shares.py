@@ -4,15 +4,16 @@
 
 A writer may have one tensor more than its fair part. With many replicas and few large tensors, this slows a save: with
 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding writes
-263 MB instead of 38. Such a tensor is not divided: to make sure that two replicas hold the same bytes, the second
-replica would have to read the whole tensor at each save.
+263 MB instead of 38. Such a tensor is not divided. The replicas' copies of it may differ, and to find out, the
+second replica would have to read its whole copy at each save.
 
 Each tensor comes from one replica, because replicas may have drifted apart: a mixture of two replicas' bytes would
 equal neither replica's tensor. So a range begins at the first page boundary after the beginning of a tensor. The writer
 of the previous range writes the bytes of this tensor that come before the boundary. The range's own writer sends its
 copy of these bytes (`FilePlan.head`) to the file's owner, along with the range's CRCs. If the two copies differ, the
-owner puts the sent bytes into the file. Before the owner accepts a writer's part, the owner compares the digests
-`FilePlan.structure` of the two plans. Rank 0 compares these digests of all ranks.
+owner puts the sent bytes into the file. `FilePlan.structure` is a digest of the tensors, writers and cuts in a plan.
+The owner accepts a writer's part only if the writer's digest equals the owner's. Rank 0 also compares the digests of
+all ranks.
 """
 
 from __future__ import annotations

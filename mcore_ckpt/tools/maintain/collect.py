@@ -113,8 +113,8 @@ def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | No
             the steps of the root's run are found.
 
     Raises:
-        InvalidArgumentError: there are steps of several runs and `root` belongs to none of them, or `root` belongs to
-            another run.
+        InvalidArgumentError: `root` has steps of a run, and the folders have no step of that run. Or nothing tells the
+            run of `root`, and the folders have steps of several runs, none of which was saved to `root`'s path.
         CheckpointNotFoundError: no folder has a step of the fast tier, or no folder has this step.
         OSError: a folder cannot be read.
     """
@@ -207,10 +207,11 @@ def collect(found: FoundStep, root: Path, progress: Progress = no_progress, forc
     Args:
         found: the step, which must be whole.
         root: the folder of steps to write into.
-        force: True to replace the step in `root`, once the new step is written. A pinned step stays.
+        force: True to replace the step in `root`, once the new step is written. A pinned step is refused.
 
     Raises:
-        InvalidArgumentError: `root` is one of the nodes' folders, or has the step already.
+        InvalidArgumentError: `root` is one of the nodes' folders, or has the step already and `force` is False, or the
+            step in `root` is pinned.
         LockedError: a trainer saves below `root`.
         NoRoomError: the files do not fit.
         CheckpointCorruptError: a file is damaged in every folder that has it. `root` is as it was.
