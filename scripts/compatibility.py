@@ -29,6 +29,7 @@ TESTS = {
     "slime": ("tests/distributed/test_slime.py",),
     "miles": ("tests/distributed/test_slime.py",),
     "NeMo-RL": ("tests/bridge", "tests/integrations/test_nemo_rl_driver_files.py"),
+    "SkyRL": ("tests/skyrl",),
     "ms-swift": ("tests/swift",),
     "Megatron-LM": (
         "tests/distributed/test_megatron_loop.py",

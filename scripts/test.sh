@@ -19,7 +19,7 @@ declare -A folders=(
     [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/preemption tests/faults/crash"
     [files]="tests/checkpoint tests/formats tests/models tests/sharding tests/faults/hostile"
     [tools]="tests/tools tests/cli tests/faults/disks"
-    [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/te"
+    [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/skyrl tests/te"
     [native]="tests/cuda tests/native tests/gpu"
     [power]="tests/faults/power"
     [versions]="tests/test_versions.py"
@@ -90,7 +90,7 @@ wait_beside() {
 newest=megatron-0.19
 wanted=("$newest" triton emerging)
 # Frameworks are tested beside the environment: they want other versions of what it has.
-frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge swift)
+frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge skyrl swift)
 [ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote monitoring transferqueue "${frameworks[@]}")
 [ "$tier" != full ] || wanted+=(wandb docs)
 for name in "${wanted[@]}"; do

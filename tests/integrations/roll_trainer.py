@@ -25,7 +25,7 @@ from roll.pipeline.rlvr import rlvr_pipeline
 from roll.utils import checkpoint_manager
 
 from mcore_ckpt.integrations import roll as integration
-from mcore_ckpt.integrations.roll import checkpoints
+from mcore_ckpt.integrations.kit import driver
 from mcore_ckpt.steps import trainer_lock
 from tests.distributed.snapshot import snapshot
 from tests.distributed.training import Layout, Training, build, parallel, train
@@ -193,14 +193,14 @@ def live(job: Job) -> None:
 
 
 def fill_disk(job: Job) -> None:
-    copy = checkpoints.copy_files
+    copy = driver.copy_files
 
     def fails(source: Path, files: Any) -> None:
         if f"checkpoint-{job.disk_full_at}" in source.parts:
             raise OSError(28, "No space left on device", str(source))
         copy(source, files)
 
-    checkpoints.copy_files = fails
+    driver.copy_files = fails
 
 
 def serve() -> None:

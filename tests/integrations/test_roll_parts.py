@@ -24,7 +24,8 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.examine.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder
+from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, role_folder
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
@@ -121,7 +122,7 @@ def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path:
         with pytest.raises(CheckpointNotFoundError, match="not committed by actor_train"):
             role_folder(folder, "actor_train")
     with pytest.raises(CheckpointNotFoundError):
-        newest_valid(root, verify=False)
+        newest_valid(root, "pipeline", verify=False)
 
 
 @pytest.mark.parametrize(

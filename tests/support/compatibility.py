@@ -7,7 +7,8 @@ of pytest writes down which of these have passed, with the version of the framew
 
 import json
 import os
-from importlib.metadata import version
+import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,13 @@ COLUMNS = (
     "parts",
 )
 # The name of a framework's real package, or of the record of its sources.
-PACKAGES = {"verl": "verl", "AReaL": "areal", "Megatron-Bridge": "megatron-bridge", "ms-swift": "ms-swift"}
+PACKAGES = {
+    "verl": "verl",
+    "AReaL": "areal",
+    "Megatron-Bridge": "megatron-bridge",
+    "SkyRL": "skyrl",
+    "ms-swift": "ms-swift",
+}
 RECORDS = {"ROLL": "roll", "slime": "slime", "miles": "miles", "NeMo-RL": "nemo_rl", "Megatron-LM": "megatron"}
 
 
@@ -53,5 +60,6 @@ def version_of(framework: str) -> str:
     if framework in RECORDS:
         path = REPOSITORY / "tests" / "integrations" / "facts" / f"{RECORDS[framework]}.json"
         return f"of {json.loads(path.read_text())['version']['date']}"
-    # Of several on the path, the first, as for an import.
-    return version(PACKAGES[framework])
+    # Of several on the path, the first, as for an import. SkyRL is on the path only of programs that a test starts.
+    path = [*sys.path, str(REPOSITORY / ".venv" / "skyrl")]
+    return next(iter(distributions(name=PACKAGES[framework], path=path))).version

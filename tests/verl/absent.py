@@ -1,4 +1,4 @@
-"""Stands in for packages that verl imports and no test comes near.
+"""Stands in for packages that verl, or SkyRL, imports and no test comes near.
 
 verl imports them at the top of modules that engines and workers need something else from: ray in `verl.protocol`,
 datasets and pandas in `verl.utils.dataset`, flash_attn in `verl.workers.roles` (0.6). Real, they are half a gigabyte
@@ -48,8 +48,11 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name.partition(".")[0] in ABSENT:
+        if any(name == each or name.startswith(f"{each}.") for each in self._names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -60,6 +63,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def stand_in() -> None:
+def stand_in(names: Sequence[str] = ABSENT) -> None:
     """Make each of the packages importable where it is not installed. Call before verl is imported."""
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder(names))

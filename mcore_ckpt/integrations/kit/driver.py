@@ -1,14 +1,33 @@
-"""Helps a driver, which is a single process, to commit its own role of a step, and then to delete old steps."""
+"""Helps a driver, which is a single process, to commit its own role of a step, and to find complete steps.
+
+The driver's role holds the driver's files, such as the data position. Other processes commit the roles of the models.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.io import DiskWatch
 from mcore_ckpt.ranks import Agreement, single_process_agreement
-from mcore_ckpt.steps import PreservationPolicy, delete_old_steps, list_steps, rules_of_others
+from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.steps import (
+    PreservationPolicy,
+    RoleWriter,
+    StepStatus,
+    commit_role,
+    delete_old_steps,
+    list_steps,
+    move_tracker,
+    remove_leftovers,
+    rules_of_others,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +41,85 @@ def driver_agreement(role: str, timeout_s: float) -> Agreement:
     agreement = single_process_agreement(role, timeout_s)
     agreement.runner = DiskWatch(timeout_s, who=f"{role}: ")
     return agreement
+
+
+def commit_driver_files(
+    role_dir: Path,
+    step: int,
+    source: Path,
+    roles: Sequence[str] | Callable[[], Sequence[str]],
+    timeout_s: float,
+    metrics: Mapping[str, float],
+) -> None:
+    """Commits all files below `source` as the driver's role. Moves the tracker if the step is then complete.
+
+    Args:
+        role_dir: the role's folder in the step's folder.
+        step: the step's number.
+        source: the folder with the driver's files.
+        roles: the step's other roles, as in `commit_role`.
+        timeout_s: see CheckpointConfig.
+        metrics: the step's metrics by name, for `keep_best`.
+
+    Raises CommitError: the files could not be written. Nothing has been committed.
+    """
+    root, role = role_dir.parents[1], role_dir.name
+    commit_role(
+        # The trainer locks of the models' roles protect the driver's role, too.
+        driver_agreement(role, timeout_s),
+        role_dir,
+        step,
+        roles,
+        lambda files: copy_files(source, files),
+        before=lambda: remove_leftovers(root, role, alone=True),
+        after=lambda: move_tracker(root, step),
+        stamp=partial(replace, metrics=dict(metrics)),
+    )
+
+
+def copy_files(source: Path, files: RoleWriter) -> None:
+    """Writes all files below a folder, under their paths relative to that folder. Raises OSError."""
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        files.write(path.relative_to(source).as_posix(), path.read_bytes())
+
+
+def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
+    """Returns the newest step of this package that is complete and intact; None if there never was one.
+
+    `verify` reads all files and checks their CRCs. Otherwise only the sizes are checked, and a load checks the CRCs of
+    the bytes that it reads.
+
+    Raises CheckpointNotFoundError: there are steps, but none of them is complete and intact.
+    """
+    if _first_was_interrupted(root, driver_role):
+        logger.warning("%s: the first checkpoint was never complete, so training starts from the beginning", root)
+        return None
+    reasons = []
+    for status in resumable_steps(root, (driver_role,)):
+        problem = _problem(status, verify)
+        if problem is None:
+            return status.path
+        logger.warning("%s is skipped, and older checkpoints are tried: %s", status.path, problem)
+        reasons.append(problem)
+    if reasons:
+        raise CheckpointNotFoundError("\n  ".join([f"{root}: no checkpoint is valid", *reasons]))
+    return None
+
+
+def _first_was_interrupted(root: Path, driver_role: str) -> bool:
+    """True if roles are committed, but no step was ever complete. A complete step would have written the tracker."""
+    statuses = list_steps(root)
+    began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
+    driver = any(driver_role in status.committed for status in statuses)
+    return began and not driver and not (root / TRACKER_FILE).exists()
+
+
+def _problem(status: StepStatus, verify: bool) -> str | None:
+    for role in sorted(status.committed):
+        damages = find_damage(status.role_dir(role), read_bytes=verify)
+        if damages:
+            return damages[0].problem
+    return None
 
 
 def delete_after_driver(root: Path, role: str, config: CheckpointConfig, step: int) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, UnsupportedError
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, logged_metrics, newest_valid
+from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, logged_metrics
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
 from mcore_ckpt.steps import delete_old_steps, rules_of_others, step_status
 
@@ -70,7 +71,7 @@ class CheckpointUploader:
         Raises CheckpointNotFoundError if there are checkpoints, but none is complete. In this case a run must not
         silently start from the beginning.
         """
-        found = newest_valid(self.options.root, self.options.verify_on_resume)
+        found = newest_valid(self.options.root, PIPELINE_ROLE, self.options.verify_on_resume)
         return None if found is None else str(found)
 
 

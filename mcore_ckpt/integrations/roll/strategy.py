@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.kit.driver import newest_valid
 from mcore_ckpt.integrations.kit.published import published_config
-from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder
+from mcore_ckpt.integrations.roll.checkpoints import role_folder
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps import step_status, uncommit_earlier_save
@@ -48,7 +49,7 @@ class CheckpointStrategy:
         if not resume or not getattr(self.worker, "leaves_loading_to_strategy", False):
             return
         options = self._options()
-        found = newest_valid(options.root, options.verify_on_resume) if resume is True else resume
+        found = newest_valid(options.root, PIPELINE_ROLE, options.verify_on_resume) if resume is True else resume
         if found is not None:
             self.load_checkpoint(str(found))
 

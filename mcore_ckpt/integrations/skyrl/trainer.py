@@ -1,0 +1,243 @@
+"""Extends SkyRL's trainers, so that the driver's files and the weights of a step count only together.
+
+SkyRL's `RayPPOTrainer.save_checkpoints` (0.3) lets the workers save, then writes `data.pt` (the data loader's state)
+and `trainer_state.pt` next to the weights, and then its tracker. `FullyAsyncRayPPOTrainer` adds `fully_async_state.pt`
+(the prompts that were trained on) even after the tracker. Here the trainer still writes these files itself, but into a
+temporary folder, from which they become a role of the step:
+
+    <ckpt_path>/
+    ├── latest_checkpointed_iteration.txt   our tracker
+    └── global_step_{N}/
+        ├── policy/                         the weights, by the workers (worker.py)
+        └── driver/                         data.pt, trainer_state.pt, fully_async_state.pt
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import parse_step
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.integrations.kit.driver import commit_driver_files, delete_after_driver
+from mcore_ckpt.integrations.skyrl.driver_files import check_files, finite, move_stock_tracker, newest, put_files
+from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE, options_of
+from mcore_ckpt.steps import PreservationPolicy, roles_begun, step_status
+
+logger = logging.getLogger(__name__)
+
+
+def checkpointed(trainer: Any, worker: Any = None) -> Any:
+    """Returns SkyRL's trainer with our checkpoints. `BasePPOExp.get_trainer` is the place to call this function.
+
+    Args:
+        trainer: a RayPPOTrainer, or an object of a class derived from it, such as FullyAsyncRayPPOTrainer.
+        worker: a class derived from PolicyWorkerBase, not yet an actor of ray. Its `checkpoint_config` has the options.
+            None: PolicyWorkerBase.
+
+    Raises UnsupportedError, InvalidArgumentError: SkyRL's configuration, or `checkpoint_config`, has an option that
+    cannot be honoured.
+    """
+    if worker is None:
+        from mcore_ckpt.integrations.skyrl.worker import PolicyWorkerBase as worker
+    cls = type(trainer)
+    made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointTrainer, cls), {"__module__": __name__}))
+    made.__dict__ = trainer.__dict__
+    made.checkpoint_worker = worker
+    made.checkpoint_options = options_of(worker.checkpoint_config, trainer.cfg.trainer)
+    return made
+
+
+class CheckpointTrainer:
+    """A mixin for SkyRL's trainers. It must be the first base. `checkpointed` makes such trainers."""
+
+    # Attributes of RayPPOTrainer.
+    cfg: Any
+    dispatch: Any
+    global_step: int
+    resume_mode: Any
+    train_dataloader: Any
+    all_metrics: Any
+
+    checkpoint_worker: Any
+    checkpoint_options: CheckpointConfig
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.cfg.trainer.ckpt_path).expanduser().absolute()
+
+    def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
+        """Makes the models' workers, and takes `checkpoint_worker` in place of SkyRL's PolicyWorker.
+
+        Raises UnsupportedError: the experiment has a policy worker of its own.
+        """
+        import ray
+        from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker as stock
+
+        if PolicyWorker is not stock:
+            raise UnsupportedError(
+                "the experiment has a policy worker of its own: derive its class from "
+                "mcore_ckpt.integrations.skyrl.PolicyWorkerBase, and pass the class to checkpointed(trainer, worker)"
+            )
+        super().build_models(ray.remote(num_gpus=1)(self.checkpoint_worker), CriticWorker, RefWorker)  # type: ignore[misc]
+
+    def save_checkpoints(self) -> str:
+        """Saves the step `global_step`, and returns its folder. With `async_dist_ckpt_save` the policy commits later.
+
+        Raises:
+            CommitError: the driver's role was not committed, so the step does not count.
+            UnsupportedError: a worker saved without this package.
+            Exception: a worker raised. Earlier steps stay.
+        """
+        root, step = self._root, self.global_step
+        step_path = root / f"global_step_{step}"
+        workers = _Workers(self.dispatch, step_path)
+        with tempfile.TemporaryDirectory(prefix="mcore_ckpt-skyrl-") as scratch:
+            with _changed(self, dispatch=workers), _changed(self.cfg.trainer, ckpt_path=scratch):
+                files = Path(super().save_checkpoints())  # type: ignore[misc]
+            if not self._workers_have_begun(step_path, workers.models):
+                return str(step_path)
+            check_files(files, str(root))
+            wanted = {rule.metric for rule in PreservationPolicy.of(self.checkpoint_options).keep_best}
+            commit_driver_files(
+                step_path / DRIVER_ROLE,
+                step,
+                files,
+                workers.models,
+                self.checkpoint_options.timeout_s,
+                finite(self.all_metrics, wanted),
+            )
+        # SkyRL's own messages name the temporary folder.
+        logger.info("committed the driver's files of step %d in %s", step, step_path / DRIVER_ROLE)
+        delete_after_driver(root, DRIVER_ROLE, self.checkpoint_options, step)
+        move_stock_tracker(root)
+        return str(step_path)
+
+    def _workers_have_begun(self, step_path: Path, models: list[str]) -> bool:
+        """True if our workers have saved all models, or are saving them. False if a save failed, and may fail.
+
+        Raises UnsupportedError: a worker saved without this package.
+        """
+        begun = roles_begun(step_path) if step_path.is_dir() else frozenset()
+        missing = ", ".join(sorted(set(models) - begun))
+        if missing and self.checkpoint_options.if_failed == "warn":
+            logger.warning("%s is no checkpoint, because the save of %s failed", step_path, missing)
+            return False
+        if missing:
+            raise UnsupportedError(
+                f"{step_path}: the workers have saved {missing} without mcore_ckpt, so the step does not count: "
+                "let their class derive from mcore_ckpt.integrations.skyrl.PolicyWorkerBase"
+            )
+        return True
+
+    def _cleanup_old_checkpoints(self) -> None:
+        """Does nothing. SkyRL would count folders, also those that are not complete. We delete after the commit."""
+
+    def load_checkpoints(self) -> Any:
+        """Loads what `trainer.resume_mode` names, and returns what SkyRL's trainer returns.
+
+        SkyRL's own `load_checkpoints` loads a checkpoint that SkyRL wrote.
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none is complete; or the one to load is not.
+            CheckpointError: the data loader did not take its position back. (SkyRL only logs that, and starts the data
+                from the beginning.)
+        """
+        step_path = self._find()
+        if step_path is None:
+            return super().load_checkpoints()  # type: ignore[misc]
+        loader = _Loader(self.train_dataloader)
+        with tempfile.TemporaryDirectory(prefix="mcore_ckpt-skyrl-") as scratch:
+            folder = Path(scratch) / f"global_step_{parse_step(step_path.name)}"
+            put_files(step_path, folder)
+            from_path = type(self.resume_mode)("from_path")
+            with (
+                _changed(self, dispatch=_Workers(self.dispatch, step_path), train_dataloader=loader),
+                _changed(self, resume_mode=from_path),
+                _changed(self.cfg.trainer, resume_path=str(folder)),
+            ):
+                step, _, *more = super().load_checkpoints()  # type: ignore[misc]
+        if loader.error is not None:
+            raise CheckpointError(
+                f"{step_path}: the data loader did not take its position back, so the training would use prompts "
+                f"twice: {loader.error}"
+            ) from loader.error
+        return (step, str(step_path), *more)
+
+    def _find(self) -> Path | None:
+        """Returns the folder of the step of ours to load; None if SkyRL's own method does the right thing."""
+        mode = self.resume_mode.value
+        if mode == "latest":
+            return newest(self._root)
+        if mode != "from_path" or not self.cfg.trainer.resume_path:
+            return None
+        path = Path(self.cfg.trainer.resume_path).expanduser().absolute()
+        if parse_step(path.name) is None or not path.is_dir():
+            return None
+        status = step_status(path)
+        if not status.committed | status.declared:
+            return None
+        if not status.is_complete:
+            raise CheckpointNotFoundError(
+                f"{status.reason}. To load the newest complete checkpoint, use trainer.resume_mode=latest"
+            )
+        return path
+
+
+class _Workers:
+    """Replaces SkyRL's WorkerDispatch during a save or a load, so that each model's folder lies in the real step.
+
+    Attributes:
+        models: the models that were saved.
+    """
+
+    def __init__(self, dispatch: Any, step_path: Path) -> None:
+        self._dispatch = dispatch
+        self._step_path = step_path
+        self.models: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatch, name)
+
+    def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
+        self._dispatch.save_checkpoint(model, str(self._step_path / model), *args, **kwargs)
+        self.models.append(model)
+
+    def load_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
+        self._dispatch.load_checkpoint(model, str(self._step_path / model), *args, **kwargs)
+
+
+class _Loader:
+    """Replaces the data loader during a load, and remembers the error that SkyRL only logs."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def load_state_dict(self, state: Any) -> None:
+        try:
+            self._loader.load_state_dict(state)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@contextmanager
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes other values while the context is entered."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
