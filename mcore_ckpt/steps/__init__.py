@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         uncommit_role,
     )
     from mcore_ckpt.steps.role_rules import rules_of_others
-    from mcore_ckpt.steps.running_saves import RunningSave, running_saves
+    from mcore_ckpt.steps.staged_saves import RunningSave, running_saves
     from mcore_ckpt.steps.step_sizes import StepSize, size_of
     from mcore_ckpt.steps.tracker import move_tracker, remove_tracker, write_tracker
     from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -145,7 +145,7 @@ __getattr__ = lazy_names(
             "uncommit_role",
         ),
         "role_rules": ("rules_of_others",),
-        "running_saves": ("RunningSave", "running_saves"),
+        "staged_saves": ("RunningSave", "running_saves"),
         "step_sizes": ("StepSize", "size_of"),
         "tracker": ("move_tracker", "remove_tracker", "write_tracker"),
         "trainer_lock": ("TrainerLock",),

@@ -28,7 +28,7 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.listing import check_own_step, step_status
 from mcore_ckpt.steps.owner import Life
-from mcore_ckpt.steps.running_saves import running_saves
+from mcore_ckpt.steps.staged_saves import running_saves
 from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
 from mcore_ckpt.steps.work_folders import replaced_checkpoints
 

@@ -106,3 +106,15 @@ def test_a_private_name_is_noticed() -> None:
     assert not is_public("mcore_ckpt.steps", "commit")
     assert not is_public("mcore_ckpt.tools.no_such_module", "verify")
     assert not is_public("mcore_ckpt.recover", "_found")
+
+
+def test_no_name_that_is_found_on_first_use_is_the_name_of_a_module() -> None:
+    """Python would find the module instead, as soon as somebody has imported it."""
+    found = []
+    for path in PACKAGE.rglob("__init__.py"):
+        modules = {each.stem for each in path.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "lazy_names":
+                names = {name for of in ast.literal_eval(node.args[1]).values() for name in of}
+                found += [f"{path.parent.name}.{name}" for name in names & modules]
+    assert found == []

@@ -17,7 +17,7 @@ from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.owner import Life
-from mcore_ckpt.steps.running_saves import RunningSave, running_saves
+from mcore_ckpt.steps.staged_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import size_of
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.steps.worth import Worth, look_at_all

@@ -31,7 +31,7 @@ from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.io.written import written_bytes
 from mcore_ckpt.steps.listing import newest_complete
 from mcore_ckpt.steps.owner import Life, Owner
-from mcore_ckpt.steps.running_saves import RunningSave
+from mcore_ckpt.steps.staged_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.tools.examine.step_list import ListedStep, step_list_of
 
