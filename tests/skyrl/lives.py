@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Life:
         options: fields of CheckpointConfig.
         async_save: trainer.policy.megatron_config.async_dist_ckpt_save, which is newer than 0.3.
         deaf_loader: the data loader refuses its state.
+        broken_loader: the data loader has a state that cannot be pickled.
+        refused: the workers refuse each save, and return as they do with if_failed="warn".
         bucket: trainer.ckpt_path is in an object store.
     """
 
@@ -73,21 +76,27 @@ class Life:
     options: dict[str, Any] = field(default_factory=dict)
     async_save: bool = False
     deaf_loader: bool = False
+    broken_loader: bool = False
+    refused: bool = False
     bucket: bool = False
 
 
 class Loader(StatefulDataLoader):  # type: ignore[type-arg]
-    deaf = kills = False
+    deaf = kills = broken = False
 
     def state_dict(self) -> dict[str, Any]:
         if self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().state_dict()
+        return {"f": lambda: None} if self.broken else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.deaf:
             raise ValueError("another data set")
         super().load_state_dict(state_dict)
+
+
+class Tracker:
+    def log(self, data: dict[str, Any], step: int, commit: bool = True) -> None: ...
 
 
 class FakeAsyncLoader:
@@ -143,11 +152,11 @@ def make_trainer(life: Life, config: Any, worker: Any, cls: Any) -> Any:
     trainer.cfg, trainer.dispatch = config, skyrl_on_cpu.Dispatch(worker)
     trainer.resume_mode = ResumeMode(config.trainer.resume_mode)
     trainer.global_step, trainer.tokenizer, trainer._node_ids = 0, None, None
-    trainer.all_timings, trainer.all_metrics = {}, {}
+    trainer.all_timings, trainer.all_metrics, trainer.tracker = {}, {}, Tracker()
     trainer.train_dataloader = Loader(
         range(PROMPTS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(7)
     )
-    trainer.train_dataloader.deaf = life.deaf_loader
+    trainer.train_dataloader.deaf, trainer.train_dataloader.broken = life.deaf_loader, life.broken_loader
     if life.asynchronous:
         trainer.async_train_dataloader, trainer.epoch = FakeAsyncLoader(), 0
     return checkpointed(trainer, cls) if life.stock in (False, "worker") else trainer
@@ -158,6 +167,8 @@ def run(life: Life, report: dict[str, Any]) -> None:
     worker, cls = make_worker(life, config)
     trainer = make_trainer(life, config, worker, cls)
     hold(life)
+    if life.refused:
+        worker.strategy.save_checkpoint = lambda *args, **kwargs: None
     step, path, *more = trainer.load_checkpoints()
     report |= {
         "resumed": step,
@@ -178,6 +189,9 @@ def run(life: Life, report: dict[str, Any]) -> None:
         losses = train(worker.training, prompts[0], prompts[0] + 1)[0].losses
         trainer.all_metrics = {"reward/avg_raw_reward": losses[0]}
         trainer.global_step = step
+        if life.asynchronous:  # it has logged and forgotten a step's metrics when it saves
+            trainer.tracker.log(trainer.all_metrics, step=step)
+            trainer.all_metrics = {}
         trainer.train_dataloader.kills = life.killed_in == f"state {step}"
         if step in life.saves:
             report.setdefault("saved", []).append(trainer.save_checkpoints())
@@ -235,6 +249,9 @@ def main() -> None:
         life = Life(**json.loads(line))
         pid = os.fork()
         if pid == 0:
+            os.setpgrp()
             live(life, folder)
         _, status = os.waitpid(pid, 0)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # the processes that Megatron's torch_dist has spawned
         os.write(answers, f"{life.number} {os.waitstatus_to_exitcode(status)}\n".encode())

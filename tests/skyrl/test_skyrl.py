@@ -161,13 +161,57 @@ def test_a_step_is_saved_again_after_a_rollback(lives: Lives, uninterrupted: dic
 
 
 @pytest.mark.shows("SkyRL", "retention")
-def test_old_steps_are_deleted_and_the_best_one_stays(lives: Lives, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_old_steps_are_deleted_and_the_best_one_stays(lives: Lives, tmp_path: Path, asynchronous: bool) -> None:
     rules = {"max_to_keep": 3, "keep_best": ["reward/avg_raw_reward:1:min"]}
-    lives.good(tmp_path, saves=[1, 2, 3, 4], keep=1, options=rules)
+    lives.good(tmp_path, saves=[1, 2, 3, 4], keep=1, options=rules, asynchronous=asynchronous)
     found = {status.step: status.metrics["reward/avg_raw_reward"] for status in list_steps(tmp_path)}
     assert 4 in found
     assert len(found) <= 2
     assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "4"
+
+
+def test_a_rollback_to_skyrls_own_checkpoint_pairs_nothing(lives: Lives, tmp_path: Path) -> None:
+    """Our weights of step 4 must never come with the data position that SkyRL saved at its own step 4."""
+    root = tmp_path / "root"
+    lives.good(root, saves=[2, 4], last=4, stock=True)
+    back = {"resume": str(root / "global_step_2"), "saves": [4]}
+    lives.run(root, ends=KILLED, killed_in="driver 4", **back)
+    error = lives.run(root)["error"]
+    assert error[0] == "FileNotFoundError", "SkyRL's tracker names its step 4, which has another name now"
+    assert (root / "skyrl_global_step_4" / "trainer_state.pt").exists()
+    lives.good(root, **back)
+    assert lives.good(root)["resumed"] == 4
+    assert lives.run(root, stock=True)["error"][0] == "FileNotFoundError"
+
+
+def test_a_first_save_that_was_interrupted_begins_anew(lives: Lives, tmp_path: Path) -> None:
+    lives.good(tmp_path, saves=[2], last=2)
+    # As after a kill in an asynchronous save: only the driver has committed, and no step was ever complete.
+    shutil.rmtree(tmp_path / "global_step_2" / "policy")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "latest_ckpt_global_step.txt").unlink()
+    assert lives.good(tmp_path, saves=[2])["resumed"] == 0
+    assert complete(tmp_path) == [2]
+
+
+def test_the_driver_does_not_complete_a_save_that_the_workers_refused(lives: Lives, tmp_path: Path) -> None:
+    lives.good(tmp_path, saves=[2, 4], last=4)
+    data = tmp_path / "global_step_4" / "driver" / "data.pt"
+    before = data.read_bytes()
+    back = {"resume": str(tmp_path / "global_step_2"), "saves": [4], "refused": True}
+    lives.good(tmp_path, options={"if_failed": "warn"}, asynchronous=False, **back)
+    assert data.read_bytes() == before
+    error = lives.run(tmp_path, **back)["error"]
+    assert error[0] == "UnsupportedError"
+    assert data.read_bytes() == before
+
+
+def test_a_data_loader_whose_state_cannot_be_saved_is_an_error(lives: Lives, tmp_path: Path) -> None:
+    error = lives.run(tmp_path, saves=[2], broken_loader=True)["error"]
+    assert error[0] == "CommitError"
+    assert "could not save the state of the data loader" in error[1]
+    assert complete(tmp_path) == []
 
 
 @pytest.mark.shows("SkyRL", "parts")
@@ -183,7 +227,7 @@ def test_a_data_loader_that_forgets_its_position_is_an_error(lives: Lives, tmp_p
 def test_what_cannot_be_honoured_is_refused(lives: Lives, tmp_path: Path) -> None:
     error = lives.run(tmp_path, saves=[1], stock="worker")["error"]
     assert error[0] == "UnsupportedError"
-    assert "without mcore_ckpt" in error[1]
+    assert "the driver does not see" in error[1]
     assert complete(tmp_path) == []
     for options, said in (
         ({"remote": "s3://bucket/copies"}, "remote"),

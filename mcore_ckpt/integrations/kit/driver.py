@@ -92,7 +92,7 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
     Raises CheckpointNotFoundError: there are steps, but none of them is complete and intact.
     """
     if _first_was_interrupted(root, driver_role):
-        logger.warning("%s: the first checkpoint was never complete, so training starts from the beginning", root)
+        logger.warning("%s: the first checkpoint was never complete, so it is not loaded", root)
         return None
     reasons = []
     for status in resumable_steps(root, (driver_role,)):

@@ -1,4 +1,4 @@
-"""Checks, reads and finds the files that SkyRL's driver writes into a step."""
+"""Checks and reads the files that SkyRL's driver writes into a step, and takes the metrics that it logs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
-from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.errors import CommitError
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
-from mcore_ckpt.io import replace_file
-from mcore_ckpt.steps import RoleReader, list_steps, step_status
+from mcore_ckpt.steps import RoleReader, step_status
 
 logger = logging.getLogger(__name__)
 
-# SkyRL's driver reads this file to find the newest checkpoint.
-_STOCK_TRACKER = "latest_ckpt_global_step.txt"
 _DATA_FILE = "data.pt"
-_STATE_FILE = "trainer_state.pt"
+STATE_FILE = "trainer_state.pt"
 
 
 def check_files(files: Path, root: str) -> None:
@@ -29,14 +25,16 @@ def check_files(files: Path, root: str) -> None:
 
     Raises CommitError: SkyRL could not save the state of the data loader, which it only logs.
     """
-    if not (files / _DATA_FILE).is_file() or not (files / _DATA_FILE).stat().st_size:
+    try:
+        torch.load(files / _DATA_FILE, weights_only=False)  # this process has just written it
+    except Exception as error:  # of any type: a half-written file is read by unpickling
         raise CommitError(
             "SkyRL could not save the state of the data loader (its log has the reason: Failed to save dataloader "
             "state), so the step does not count"
-        )
-    state = torch.load(files / _STATE_FILE, weights_only=False)  # this process has just written it
+        ) from error
+    state = torch.load(files / STATE_FILE, weights_only=False)
     state["config"]["trainer"]["ckpt_path"] = root
-    torch.save(state, files / _STATE_FILE)
+    torch.save(state, files / STATE_FILE)
 
 
 def put_files(step_path: Path, folder: Path) -> None:
@@ -50,45 +48,29 @@ def put_files(step_path: Path, folder: Path) -> None:
         reader.put(file.path, folder / file.path)
 
 
-def finite(metrics: Mapping[str, Any], wanted: set[str]) -> dict[str, float]:
-    """Returns the wanted metrics that are there and finite."""
-    found = {name: metrics[name] for name in sorted(wanted) if isinstance(metrics.get(name), (int, float))}
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+class LoggedMetrics:
+    """Replaces SkyRL's tracker of metrics, and remembers what it logs.
 
-
-def newest(root: Path) -> Path | None:
-    """Returns the newest complete step of ours; None if SkyRL must look for one that it wrote.
-
-    Raises CheckpointNotFoundError: there are steps of ours, but none is complete, and none of SkyRL's is there.
+    The fully asynchronous trainer logs a step's metrics, and forgets them, before it saves the step.
     """
-    try:
-        return newest_valid(root, DRIVER_ROLE, verify=False)
-    except CheckpointNotFoundError as error:
-        # After a change from SkyRL's checkpoints, our first save may have been interrupted.
-        if not _names_stock_step(root):
-            raise
-        logger.warning("SkyRL's own checkpoint is loaded, because no step of mcore_ckpt is complete: %s", error)
-        return None
 
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+        self._step, self._metrics = -1, dict[str, Any]()
 
-def _names_stock_step(root: Path) -> bool:
-    """True if SkyRL's tracker names a checkpoint that SkyRL wrote."""
-    try:
-        step_path = root / f"global_step_{int((root / _STOCK_TRACKER).read_text())}"
-    except (OSError, ValueError):
-        return False
-    return (step_path / _STATE_FILE).exists()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
 
+    def log(self, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
+        self._metrics = {**(self._metrics if step == self._step else {}), **data}
+        self._step = step
+        return self._tracker.log(data, step, *args, **kwargs)
 
-def move_stock_tracker(root: Path) -> None:
-    """Lets SkyRL's tracker name our newest complete step. Logs errors of the disk.
-
-    SkyRL without this package then raises an error. With an old tracker, it would go on from an old checkpoint of
-    SkyRL, and without a tracker it would start from the beginning.
-    """
-    try:
-        complete = [status.step for status in list_steps(root) if status.is_complete]
-        if complete:
-            replace_file(root / _STOCK_TRACKER, str(max(complete)).encode())
-    except OSError as error:
-        logger.warning("%s could not be updated: %s", root / _STOCK_TRACKER, error)
+    def of_step(self, step: int, pending: Mapping[str, Any], wanted: set[str]) -> dict[str, float]:
+        """Returns the wanted metrics of a step. `pending` are those that are not logged yet. Warns of missing ones."""
+        metrics = {**(self._metrics if step == self._step else {}), **pending}
+        found = {name: metrics[name] for name in sorted(wanted) if isinstance(metrics.get(name), (int, float))}
+        found = {name: float(value) for name, value in found.items() if math.isfinite(value)}
+        if missing := sorted(wanted - found.keys()):
+            logger.warning("step %d has no metric %s, so keep_best never keeps it", step, ", ".join(missing))
+        return found

@@ -25,9 +25,10 @@ from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.driver import commit_driver_files, delete_after_driver
-from mcore_ckpt.integrations.skyrl.driver_files import check_files, finite, move_stock_tracker, newest, put_files
+from mcore_ckpt.integrations.skyrl.driver_files import LoggedMetrics, check_files, put_files
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE, options_of
-from mcore_ckpt.steps import PreservationPolicy, roles_begun, step_status
+from mcore_ckpt.integrations.skyrl.root_steps import move_stock_tracker, newest, saved_attempts, set_aside
+from mcore_ckpt.steps import PreservationPolicy, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def checkpointed(trainer: Any, worker: Any = None) -> Any:
     made.__dict__ = trainer.__dict__
     made.checkpoint_worker = worker
     made.checkpoint_options = options_of(worker.checkpoint_config, trainer.cfg.trainer)
+    made.tracker = LoggedMetrics(trainer.tracker)
     return made
 
 
@@ -63,6 +65,7 @@ class CheckpointTrainer:
     resume_mode: Any
     train_dataloader: Any
     all_metrics: Any
+    tracker: LoggedMetrics
 
     checkpoint_worker: Any
     checkpoint_options: CheckpointConfig
@@ -82,7 +85,8 @@ class CheckpointTrainer:
         if PolicyWorker is not stock:
             raise UnsupportedError(
                 "the experiment has a policy worker of its own: derive its class from "
-                "mcore_ckpt.integrations.skyrl.PolicyWorkerBase, and pass the class to checkpointed(trainer, worker)"
+                "mcore_ckpt.integrations.skyrl.PolicyWorkerBase, pass the class to checkpointed(trainer, worker), and "
+                "let the experiment pass SkyRL's own PolicyWorker"
             )
         super().build_models(ray.remote(num_gpus=1)(self.checkpoint_worker), CriticWorker, RefWorker)  # type: ignore[misc]
 
@@ -91,16 +95,18 @@ class CheckpointTrainer:
 
         Raises:
             CommitError: the driver's role was not committed, so the step does not count.
-            UnsupportedError: a worker saved without this package.
-            Exception: a worker raised. Earlier steps stay.
+            UnsupportedError: the driver does not see what the workers have saved with this package.
+            Exception: a worker raised. Earlier steps stay, but not always an earlier save of this step.
         """
         root, step = self._root, self.global_step
         step_path = root / f"global_step_{step}"
+        set_aside(step_path)
+        before = saved_attempts(step_path)
         workers = _Workers(self.dispatch, step_path)
         with tempfile.TemporaryDirectory(prefix="mcore_ckpt-skyrl-") as scratch:
             with _changed(self, dispatch=workers), _changed(self.cfg.trainer, ckpt_path=scratch):
                 files = Path(super().save_checkpoints())  # type: ignore[misc]
-            if not self._workers_have_begun(step_path, workers.models):
+            if not self._workers_have_begun(step_path, workers.models, before):
                 return str(step_path)
             check_files(files, str(root))
             wanted = {rule.metric for rule in PreservationPolicy.of(self.checkpoint_options).keep_best}
@@ -110,7 +116,7 @@ class CheckpointTrainer:
                 files,
                 workers.models,
                 self.checkpoint_options.timeout_s,
-                finite(self.all_metrics, wanted),
+                self.tracker.of_step(step, self.all_metrics, wanted),
             )
         # SkyRL's own messages name the temporary folder.
         logger.info("committed the driver's files of step %d in %s", step, step_path / DRIVER_ROLE)
@@ -118,22 +124,36 @@ class CheckpointTrainer:
         move_stock_tracker(root)
         return str(step_path)
 
-    def _workers_have_begun(self, step_path: Path, models: list[str]) -> bool:
-        """True if our workers have saved all models, or are saving them. False if a save failed, and may fail.
+    def _workers_have_begun(
+        self, step_path: Path, models: list[str], before: frozenset[tuple[str | None, str]]
+    ) -> bool:
+        """True if our workers have saved all models, or are saving them. `before` has the attempts of earlier saves.
 
-        Raises UnsupportedError: a worker saved without this package.
+        False if a save failed although no error was raised (`if_failed="warn"`). The driver's files must not complete
+        the step then: an earlier save of the step may still be there.
+
+        Raises UnsupportedError: this process does not see the saves.
         """
-        begun = roles_begun(step_path) if step_path.is_dir() else frozenset()
+        begun = {role for role, _ in saved_attempts(step_path) - before}
         missing = ", ".join(sorted(set(models) - begun))
         if missing and self.checkpoint_options.if_failed == "warn":
-            logger.warning("%s is no checkpoint, because the save of %s failed", step_path, missing)
+            logger.warning(
+                "%s is no new checkpoint, because the save of %s failed: see the workers' log", step_path, missing
+            )
             return False
         if missing:
             raise UnsupportedError(
-                f"{step_path}: the workers have saved {missing} without mcore_ckpt, so the step does not count: "
-                "let their class derive from mcore_ckpt.integrations.skyrl.PolicyWorkerBase"
+                f"{step_path}: the driver does not see that the workers have saved {missing} with mcore_ckpt, so the "
+                "step does not count: trainer.ckpt_path must be a folder that all nodes share, and the workers' class "
+                "must derive from mcore_ckpt.integrations.skyrl.PolicyWorkerBase"
             )
         return True
+
+    async def train(self) -> Any:
+        """Trains as SkyRL does, which waits for the last save at the end. Then SkyRL's tracker names the last step."""
+        result = await super().train()  # type: ignore[misc]
+        move_stock_tracker(self._root)
+        return result
 
     def _cleanup_old_checkpoints(self) -> None:
         """Does nothing. SkyRL would count folders, also those that are not complete. We delete after the commit."""
@@ -162,10 +182,10 @@ class CheckpointTrainer:
                 _changed(self.cfg.trainer, resume_path=str(folder)),
             ):
                 step, _, *more = super().load_checkpoints()  # type: ignore[misc]
-        if loader.error is not None:
+        if not loader.has_taken:
             raise CheckpointError(
                 f"{step_path}: the data loader did not take its position back, so the training would use prompts "
-                f"twice: {loader.error}"
+                f"twice: {loader.error or 'the log has the reason'}"
             ) from loader.error
         return (step, str(step_path), *more)
 
@@ -213,11 +233,12 @@ class _Workers:
 
 
 class _Loader:
-    """Replaces the data loader during a load, and remembers the error that SkyRL only logs."""
+    """Replaces the data loader during a load, and remembers what SkyRL only logs: that it has not got its position."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.error: Exception | None = None
+        self.has_taken = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -225,6 +246,7 @@ class _Loader:
     def load_state_dict(self, state: Any) -> None:
         try:
             self._loader.load_state_dict(state)
+            self.has_taken = True
         except Exception as error:
             self.error = error
             raise

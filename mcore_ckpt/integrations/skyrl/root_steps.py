@@ -1,0 +1,97 @@
+"""Tells our steps in `trainer.ckpt_path` from those that SkyRL has saved without this package.
+
+Both have names such as `global_step_10`. SkyRL's have the driver's files directly in the step's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from itertools import count
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import TRACKER_FILE
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.skyrl.driver_files import STATE_FILE
+from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
+from mcore_ckpt.io import replace_file
+from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.steps import list_steps, running_saves, step_status
+
+logger = logging.getLogger(__name__)
+
+# SkyRL's driver reads this file to find the newest checkpoint.
+_STOCK_TRACKER = "latest_ckpt_global_step.txt"
+
+
+def newest(root: Path) -> Path | None:
+    """Returns the newest complete step of ours; None if SkyRL must look for one that it wrote.
+
+    Raises CheckpointNotFoundError: there were complete steps of ours, but none is complete and intact now.
+    """
+    try:
+        found = newest_valid(root, DRIVER_ROLE, verify=False)
+    except CheckpointNotFoundError as error:
+        statuses = list_steps(root)
+        if (root / TRACKER_FILE).exists() or any(status.problems or status.is_complete for status in statuses):
+            raise
+        # The first save was interrupted. With an asynchronous save, only the driver may have committed.
+        logger.warning("no step of mcore_ckpt was ever complete, so none is loaded: %s", error)
+        return None
+    theirs = _stock_step(root)
+    if found is not None and theirs is not None:
+        logger.warning(
+            "loading %s, although SkyRL's tracker names step %d, which SkyRL saved without mcore_ckpt: to load that "
+            "step, use trainer.resume_mode=from_path",
+            found,
+            theirs,
+        )
+    return found
+
+
+def set_aside(step_path: Path) -> None:
+    """Renames a step that SkyRL saved without this package, before the step is saved again. Raises OSError.
+
+    Otherwise a save that is interrupted after the new weights would leave them with SkyRL's old data position, which
+    SkyRL's driver would load with them. The next step of ours moves SkyRL's tracker.
+    """
+    if not (step_path / STATE_FILE).exists():
+        return
+    names = (f"skyrl_{step_path.name}" + (f".{number}" if number > 1 else "") for number in count(1))
+    target = next(path for path in map(step_path.with_name, names) if not path.exists())
+    os.rename(step_path, target)
+    logger.warning("%s was saved by SkyRL without mcore_ckpt, and has the name %s from now on", step_path, target.name)
+
+
+def move_stock_tracker(root: Path) -> None:
+    """Lets SkyRL's tracker name our newest complete step. Logs errors of the disk.
+
+    SkyRL without this package then raises an error. With an old tracker, it would go on from an old checkpoint of
+    SkyRL, and without a tracker it would start from the beginning.
+    """
+    try:
+        steps = [status.step for status in resumable_steps(root, (DRIVER_ROLE,))]
+        if steps:
+            replace_file(root / _STOCK_TRACKER, str(steps[0]).encode())
+    except CheckpointError:
+        return  # no step is complete
+    except OSError as error:
+        logger.warning("%s could not be updated: %s", root / _STOCK_TRACKER, error)
+
+
+def saved_attempts(step_path: Path) -> frozenset[tuple[str | None, str]]:
+    """Returns role and attempt of each save of a step that is committed or under way."""
+    if not step_path.is_dir():
+        return frozenset()
+    committed = {(head.role, head.attempt) for head in step_status(step_path).heads}
+    return frozenset(committed | {(save.role, save.attempt) for save in running_saves(step_path.parent, [step_path])})
+
+
+def _stock_step(root: Path) -> int | None:
+    """Returns the step that SkyRL's tracker names, if SkyRL saved it without this package."""
+    try:
+        step = int((root / _STOCK_TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return step if (root / f"global_step_{step}" / STATE_FILE).exists() else None
