@@ -55,8 +55,7 @@ class Rows(Dataset):
 def stand_in() -> None:
     """Makes the packages importable that are not installed. Call it before ms-swift is imported."""
     transformer_engine_on_cpu.install()
-    absent.ABSENT = _ABSENT
-    absent.stand_in()
+    absent.stand_in(_ABSENT)
     # ms-swift formats this logger's first handler, and joins names to this folder, while it is imported.
     logs = logging.getLogger("modelscope")
     logs.addHandler(logging.NullHandler())
