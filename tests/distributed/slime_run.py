@@ -5,7 +5,6 @@ SLIME_SOURCE or MILES_SOURCE names a checkout, its own `checkpoint` and `model` 
 replaces. Ray and sglang have no part in this.
 """
 
-import importlib.machinery
 import os
 import sys
 from argparse import Namespace
@@ -86,21 +85,9 @@ def installed(fork: str) -> Iterator[pytest.MonkeyPatch]:
                 del sys.modules[name]
 
 
-class _Empty(absent._Finder):
-    """Finds the fork's other modules, which have whatever they are asked for."""
-
-    def __init__(self, fork: str) -> None:
-        self._fork = fork
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.partition(".")[0] in (self._fork, "tqdm", "ray"):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-
 def _take_real_modules(fork: str, source: Path, patched: pytest.MonkeyPatch) -> None:
     """Puts modules of the fork in the place of the stand-in's. What they import beside stays empty."""
-    patched.setattr(sys, "meta_path", [*sys.meta_path, _Empty(fork)])
+    patched.setattr(sys, "meta_path", [*sys.meta_path, absent._Finder((fork, "tqdm", "ray"))])
     for name in ("initialize", "lora_utils") if fork == "miles" else ("initialize",):
         stand_in: Any = import_module(f"{fork}.backends.megatron_utils.{name}")
         stand_in.__getattr__ = absent._anything  # what the real modules import from it and no test comes near

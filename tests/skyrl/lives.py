@@ -7,7 +7,6 @@ folder; when it has ended, its number and exit status are written to stdout. A r
 loader's prompts decide which sequences the model trains on.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -37,6 +36,7 @@ from mcore_ckpt.integrations.skyrl import PolicyWorkerBase, checkpointed  # noqa
 from mcore_ckpt.integrations.skyrl import trainer as ours  # noqa: E402
 from tests.distributed.snapshot import snapshot  # noqa: E402
 from tests.distributed.training import Layout, Training, build, train  # noqa: E402
+from tests.support.lives import digest  # noqa: E402
 
 PROMPTS, ALARM_S = 40, 120
 LAYOUT = Layout(1, precision="bf16", num_layers=1, hidden_size=24, global_batch=2)
@@ -197,7 +197,7 @@ def run(life: Life, report: dict[str, Any]) -> None:
             report.setdefault("saved", []).append(trainer.save_checkpoints())
     if not life.stock:
         worker.strategy.finalize_pending_saves()  # as SkyRL's driver asks since it has asynchronous saves
-    report["digest"] = digest(worker.training)
+    report["digest"] = digest(compared(worker.training))
 
 
 def hold(life: Life) -> None:
@@ -217,15 +217,12 @@ def separate_steps(training: Training) -> None:
         state["step"] = state["step"].clone()
 
 
-def digest(training: Training) -> str:
-    found = hashlib.sha256()
-    # Megatron's own loader leaves a step in the groups of torch's Adam, which counts in its state.
-    entries = {name: value for name, value in snapshot(training).items() if not re.fullmatch(r".*group\d+\.step", name)}
-    for name, value in sorted(entries.items()):
-        is_tensor = isinstance(value, torch.Tensor)
-        data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if is_tensor else repr(value).encode()
-        found.update(name.encode() + data)
-    return found.hexdigest()
+def compared(training: Training) -> dict[str, Any]:
+    """What two trainings must have in common to be the same.
+
+    Megatron's own loader leaves a step in the groups of torch's Adam, which counts in its state.
+    """
+    return {name: value for name, value in snapshot(training).items() if not re.fullmatch(r".*group\d+\.step", name)}
 
 
 def live(life: Life, folder: Path) -> None:
