@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.steps import list_steps
+from mcore_ckpt.steps import complete_steps, list_steps
 from tests.support.megatron_cases import REPOSITORY, packages
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def uninterrupted(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def complete(root: Path) -> list[int]:
-    return [status.step for status in list_steps(root) if status.is_complete]
+    return [status.step for status in complete_steps(root)]
 
 
 @pytest.mark.parametrize(
@@ -250,3 +250,13 @@ def test_a_damaged_file_of_the_driver_is_not_used(lives: Lives, tmp_path: Path) 
     assert lives.good(tmp_path)["resumed"] == 2
     shutil.rmtree(tmp_path / "global_step_2")
     assert lives.run(tmp_path)["error"][0] == "CheckpointCorruptError"
+
+
+def test_without_skyrl_it_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_ckpt.integrations.skyrl", "trainer.strategy=megatron"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert "ImportError: mcore_ckpt.integrations.skyrl needs SkyRL: No module named 'ray'" in done.stderr

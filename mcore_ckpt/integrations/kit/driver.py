@@ -6,12 +6,14 @@ The driver's role holds the driver's files, such as the data position. Other pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage
+from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.io import DiskWatch
@@ -27,6 +29,7 @@ from mcore_ckpt.steps import (
     move_tracker,
     remove_leftovers,
     rules_of_others,
+    step_status,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,10 +80,34 @@ def commit_driver_files(
     )
 
 
+def finite_metrics(metrics: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """Returns the metrics with these names. A metric that is missing, or that is not a finite number, is left out."""
+    found = {name: metrics[name] for name in names if name in metrics}
+    numbers = {
+        name: value for name, value in found.items() if type(value) is not bool and isinstance(value, int | float)
+    }
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
 def copy_files(source: Path, files: RoleWriter) -> None:
     """Writes all files below a folder, under their paths relative to that folder. Raises OSError."""
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         files.write(path.relative_to(source).as_posix(), path.read_bytes())
+
+
+def is_complete_step(path: Path, advice: str) -> bool:
+    """True if a path is the folder of a complete step of ours; False if it is no step of ours.
+
+    Raises CheckpointNotFoundError: it is a step of ours that is not complete. The message ends with `advice`.
+    """
+    if parse_step(path.name) is None or not path.is_dir():
+        return False
+    status = step_status(path)
+    if not status.committed | status.declared:
+        return False
+    if not status.is_complete:
+        raise CheckpointNotFoundError(f"{status.reason}. {advice}")
+    return True
 
 
 def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:

@@ -19,13 +19,13 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mcore_ckpt import SavedPart, SaveHandle
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.integrations.kit.free_names import free_name
 from mcore_ckpt.io import copy_durably, parse_json, read_small, replace_file, sync_dir
 from mcore_ckpt.steps import remove_entry, replace_entry
 
@@ -168,7 +168,7 @@ def _replace(bank: Path, stored: Path, step: int) -> None:
     new = bank.with_name(f".{bank.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     copy_durably(stored, new)
-    old = _free_name(bank, step)
+    old = free_name(bank.with_name(f"{bank.name}.before_step_{step}"))
     try:
         replace_entry(bank, new, old)
     except OSError as error:
@@ -222,11 +222,6 @@ def _is_empty(folder: Path) -> bool:
         return False
     names = {entry.name for entry in folder.iterdir()}
     return _FILLING in names or names <= {_LOADED_FILE, "lost+found"}
-
-
-def _free_name(bank: Path, step: int) -> Path:
-    names = (f"{bank.name}.before_step_{step}" + (f".{number}" if number > 1 else "") for number in count(1))
-    return next(path for path in map(bank.with_name, names) if not os.path.lexists(path))
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:

@@ -19,13 +19,13 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, find_damage
 from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.integrations.kit.free_names import free_name
 from mcore_ckpt.io import DiskWatch, in_function_of_trainer, sync_dir
 from mcore_ckpt.steps import seal_role
 
@@ -106,8 +106,7 @@ def set_aside(steps: Iterable[Path]) -> None:
     """
     for step in sorted(steps):
         if step.exists():
-            names = (f"damaged_{step.name}" + (f".{number}" if number > 1 else "") for number in count(1))
-            target = next(path for path in map(step.with_name, names) if not path.exists())
+            target = free_name(step.with_name(f"damaged_{step.name}"))
             os.rename(step, target)
             logger.warning("%s is not whole, so it has the name %s from now on", step, target.name)
 

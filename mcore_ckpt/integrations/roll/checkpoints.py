@@ -9,7 +9,6 @@ with the data position of another, training would use some prompts twice and oth
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +16,12 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.integrations.kit.driver import commit_driver_files
+from mcore_ckpt.integrations.kit.driver import commit_driver_files, finite_metrics
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
 from mcore_ckpt.steps import roles_begun, step_status
+
+# The advice in messages about a checkpoint that cannot be loaded.
+RESUME_NEWEST = "To load the newest complete checkpoint, use resume_from_checkpoint: true"
 
 _STATE_FILE = f"worker_state_{PIPELINE_ROLE}.json"  # written by WorkerState.save_to_json
 
@@ -61,8 +63,7 @@ def logged_metrics(source: Path, names: Collection[str]) -> dict[str, float]:
     with suppress(OSError, ValueError):
         history = json.loads((source / _STATE_FILE).read_text(encoding="utf-8")).get("log_history")
     last = history[-1] if isinstance(history, list) and history and isinstance(history[-1], dict) else {}
-    found = {name: last[name] for name in names if type(last.get(name)) in (int, float)}
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+    return finite_metrics(last, names)
 
 
 def role_folder(load_dir: Path, role: str) -> Path | None:
@@ -80,7 +81,5 @@ def role_folder(load_dir: Path, role: str) -> Path | None:
         return None
     if not status.is_complete or role not in status.committed:
         missing = f"{step_path}: complete, but without {role}" if status.is_complete else status.reason
-        raise CheckpointNotFoundError(
-            f"{missing}. To load the newest complete checkpoint, use resume_from_checkpoint: true"
-        )
+        raise CheckpointNotFoundError(f"{missing}. {RESUME_NEWEST}")
     return status.role_dir(role)

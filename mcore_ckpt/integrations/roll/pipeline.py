@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint import parse_step
-from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, UnsupportedError
-from mcore_ckpt.integrations.kit.driver import newest_valid
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, logged_metrics
+from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.kit.driver import is_complete_step, newest_valid
+from mcore_ckpt.integrations.roll.checkpoints import RESUME_NEWEST, commit_pipeline, logged_metrics
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
-from mcore_ckpt.steps import delete_old_steps, rules_of_others, step_status
+from mcore_ckpt.steps import delete_old_steps, rules_of_others
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,8 @@ class CheckpointPipeline:
             uploader = CheckpointUploader(**pipeline_config.checkpoint_config)
             pipeline_config.resume_from_checkpoint = uploader.get_latest_ckpt() or False
         elif pipeline_config.resume_from_checkpoint:
-            _refuse_incomplete(Path(pipeline_config.resume_from_checkpoint))
+            # Raises an error for a checkpoint of ours that is not complete, before any worker starts.
+            is_complete_step(Path(pipeline_config.resume_from_checkpoint), RESUME_NEWEST)
         super().__init__(pipeline_config)  # type: ignore[call-arg]
         self.checkpoint_manager = _Uploads(self.checkpoint_manager.uploader)
 
@@ -153,17 +153,6 @@ class _Uploads:
         if error is not None:
             raise error
         return step_of(ckpt_id)
-
-
-def _refuse_incomplete(path: Path) -> None:
-    """Raises CheckpointNotFoundError for a checkpoint of ours that is not complete, before any worker starts."""
-    if parse_step(path.name) is None or not path.is_dir():
-        return
-    status = step_status(path)
-    if (status.committed or status.declared) and not status.is_complete:
-        raise CheckpointNotFoundError(
-            f"{status.reason}. To load the newest complete checkpoint, use resume_from_checkpoint: true"
-        )
 
 
 def _write_rng(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.kit.objects import with_first_base
 from mcore_ckpt.integrations.kit.published import published_config
 from mcore_ckpt.integrations.roll.checkpoints import role_folder
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
@@ -230,20 +231,8 @@ class CheckpointWorker:
                 raise UnsupportedError(
                     f"strategy_name is {strategy.strategy_name!r}, but mcore_ckpt supports only 'megatron_train'"
                 )
-            strategy = _with_checkpoints(strategy)
+            strategy = with_first_base(strategy, CheckpointStrategy, __name__)
         self._strategy = strategy
-
-
-def _with_checkpoints(strategy: Any) -> Any:
-    """Returns a strategy that has the same attributes, and whose class saves and loads with this package.
-
-    The result is a new object, because Python refuses to assign `__class__` for a class with several bases, such as
-    ROLL's.
-    """
-    cls = type(strategy)
-    made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {"__module__": __name__}))
-    made.__dict__ = strategy.__dict__
-    return made
 
 
 class ResumingWorker(CheckpointWorker):

@@ -23,11 +23,17 @@ def run(cfg: Any) -> None:
 
 
 def main() -> None:
-    """Does what `skyrl.train.entrypoints.main_base.main` does. The arguments are SkyRL's."""
-    import ray
-    from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.utils import validate_cfg
-    from skyrl.train.utils.utils import initialize_ray
+    """Does what `skyrl.train.entrypoints.main_base.main` does. The arguments are SkyRL's.
+
+    Raises ImportError: SkyRL is not installed.
+    """
+    try:
+        import ray
+        from skyrl.train.config import SkyRLTrainConfig
+        from skyrl.train.utils import validate_cfg
+        from skyrl.train.utils.utils import initialize_ray
+    except ImportError as error:
+        raise ImportError(f"mcore_ckpt.integrations.skyrl needs SkyRL: {error}") from error
 
     cfg = SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
     validate_cfg(cfg)

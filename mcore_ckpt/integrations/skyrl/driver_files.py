@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import CommitError
+from mcore_ckpt.integrations.kit.driver import finite_metrics
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
 from mcore_ckpt.steps import RoleReader, step_status
 
@@ -26,7 +26,8 @@ def check_files(files: Path, root: str) -> None:
     Raises CommitError: SkyRL could not save the state of the data loader, which it only logs.
     """
     try:
-        torch.load(files / _DATA_FILE, weights_only=False)  # this process has just written it
+        # Both files may hold any object. This process has just written them into a folder that only it may enter.
+        torch.load(files / _DATA_FILE, weights_only=False)
     except Exception as error:  # of any type: a half-written file is read by unpickling
         raise CommitError(
             "SkyRL could not save the state of the data loader (its log has the reason: Failed to save dataloader "
@@ -69,8 +70,7 @@ class LoggedMetrics:
     def of_step(self, step: int, pending: Mapping[str, Any], wanted: set[str]) -> dict[str, float]:
         """Returns the wanted metrics of a step. `pending` are those that are not logged yet. Warns of missing ones."""
         metrics = {**(self._metrics if step == self._step else {}), **pending}
-        found = {name: metrics[name] for name in sorted(wanted) if isinstance(metrics.get(name), (int, float))}
-        found = {name: float(value) for name, value in found.items() if math.isfinite(value)}
+        found = finite_metrics(metrics, wanted)
         if missing := sorted(wanted - found.keys()):
             logger.warning("step %d has no metric %s, so keep_best never keeps it", step, ", ".join(missing))
         return found

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-from itertools import count
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import TRACKER_FILE
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.kit.free_names import free_name
 from mcore_ckpt.integrations.skyrl.driver_files import STATE_FILE
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
 from mcore_ckpt.io import replace_file
-from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps import list_steps, running_saves, step_status
+from mcore_ckpt.steps import list_steps, newest_complete, running_saves, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +55,9 @@ def set_aside(step_path: Path) -> None:
     Otherwise a save that is interrupted after the new weights would leave them with SkyRL's old data position, which
     SkyRL's driver would load with them. The next step of ours moves SkyRL's tracker.
     """
-    if not (step_path / STATE_FILE).exists():
+    if not _is_stock(step_path):
         return
-    names = (f"skyrl_{step_path.name}" + (f".{number}" if number > 1 else "") for number in count(1))
-    target = next(path for path in map(step_path.with_name, names) if not path.exists())
+    target = free_name(step_path.with_name(f"skyrl_{step_path.name}"))
     os.rename(step_path, target)
     logger.warning("%s was saved by SkyRL without mcore_ckpt, and has the name %s from now on", step_path, target.name)
 
@@ -71,11 +69,9 @@ def move_stock_tracker(root: Path) -> None:
     SkyRL, and without a tracker it would start from the beginning.
     """
     try:
-        steps = [status.step for status in resumable_steps(root, (DRIVER_ROLE,))]
-        if steps:
-            replace_file(root / _STOCK_TRACKER, str(steps[0]).encode())
-    except CheckpointError:
-        return  # no step is complete
+        last = newest_complete(root, DRIVER_ROLE)
+        if last is not None:
+            replace_file(root / _STOCK_TRACKER, str(last.step).encode())
     except OSError as error:
         logger.warning("%s could not be updated: %s", root / _STOCK_TRACKER, error)
 
@@ -94,4 +90,8 @@ def _stock_step(root: Path) -> int | None:
         step = int((root / _STOCK_TRACKER).read_text())
     except (OSError, ValueError):
         return None
-    return step if (root / f"global_step_{step}" / STATE_FILE).exists() else None
+    return step if _is_stock(root / f"global_step_{step}") else None
+
+
+def _is_stock(step_path: Path) -> bool:
+    return (step_path / STATE_FILE).exists()

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.integrations.kit.driver import commit_driver_files, delete_after_driver
+from mcore_ckpt.errors import CheckpointError, UnsupportedError
+from mcore_ckpt.integrations.kit.driver import commit_driver_files, delete_after_driver, is_complete_step
+from mcore_ckpt.integrations.kit.objects import changed, with_first_base
 from mcore_ckpt.integrations.skyrl.driver_files import LoggedMetrics, check_files, put_files
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE, options_of
 from mcore_ckpt.integrations.skyrl.root_steps import move_stock_tracker, newest, saved_attempts, set_aside
-from mcore_ckpt.steps import PreservationPolicy, step_status
+from mcore_ckpt.steps import PreservationPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,7 @@ def checkpointed(trainer: Any, worker: Any = None) -> Any:
     """
     if worker is None:
         from mcore_ckpt.integrations.skyrl.worker import PolicyWorkerBase as worker
-    cls = type(trainer)
-    made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointTrainer, cls), {"__module__": __name__}))
-    made.__dict__ = trainer.__dict__
+    made = with_first_base(trainer, CheckpointTrainer, __name__)
     made.checkpoint_worker = worker
     made.checkpoint_options = options_of(worker.checkpoint_config, trainer.cfg.trainer)
     made.tracker = LoggedMetrics(trainer.tracker)
@@ -104,7 +101,7 @@ class CheckpointTrainer:
         before = saved_attempts(step_path)
         workers = _Workers(self.dispatch, step_path)
         with tempfile.TemporaryDirectory(prefix="mcore_ckpt-skyrl-") as scratch:
-            with _changed(self, dispatch=workers), _changed(self.cfg.trainer, ckpt_path=scratch):
+            with changed(self, dispatch=workers), changed(self.cfg.trainer, ckpt_path=scratch):
                 files = Path(super().save_checkpoints())  # type: ignore[misc]
             if not self._workers_have_begun(step_path, workers.models, before):
                 return str(step_path)
@@ -175,11 +172,10 @@ class CheckpointTrainer:
         with tempfile.TemporaryDirectory(prefix="mcore_ckpt-skyrl-") as scratch:
             folder = Path(scratch) / f"global_step_{parse_step(step_path.name)}"
             put_files(step_path, folder)
-            from_path = type(self.resume_mode)("from_path")
+            workers, from_path = _Workers(self.dispatch, step_path), type(self.resume_mode)("from_path")
             with (
-                _changed(self, dispatch=_Workers(self.dispatch, step_path), train_dataloader=loader),
-                _changed(self, resume_mode=from_path),
-                _changed(self.cfg.trainer, resume_path=str(folder)),
+                changed(self, dispatch=workers, train_dataloader=loader, resume_mode=from_path),
+                changed(self.cfg.trainer, resume_path=str(folder)),
             ):
                 step, _, *more = super().load_checkpoints()  # type: ignore[misc]
         if not loader.has_taken:
@@ -197,16 +193,8 @@ class CheckpointTrainer:
         if mode != "from_path" or not self.cfg.trainer.resume_path:
             return None
         path = Path(self.cfg.trainer.resume_path).expanduser().absolute()
-        if parse_step(path.name) is None or not path.is_dir():
-            return None
-        status = step_status(path)
-        if not status.committed | status.declared:
-            return None
-        if not status.is_complete:
-            raise CheckpointNotFoundError(
-                f"{status.reason}. To load the newest complete checkpoint, use trainer.resume_mode=latest"
-            )
-        return path
+        advice = "To load the newest complete checkpoint, use trainer.resume_mode=latest"
+        return path if is_complete_step(path, advice) else None
 
 
 class _Workers:
@@ -250,16 +238,3 @@ class _Loader:
         except Exception as error:
             self.error = error
             raise
-
-
-@contextmanager
-def _changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Gives attributes other values while the context is entered."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

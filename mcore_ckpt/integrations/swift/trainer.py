@@ -6,7 +6,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mcore_ckpt.checkpoint import MANIFEST_FILE
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.objects import changed
 from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported
 from mcore_ckpt.steps import PreservationPolicy, complete_steps, delete_old_steps, list_steps, write_tracker
@@ -251,11 +252,7 @@ def replaced(modules: Iterable[str], name: str, value: Any) -> Iterator[None]:
     for module in there:
         if not hasattr(module, name):
             raise UnsupportedError(f"{module.__name__} has no {name}: use ms-swift 4.6, which mcore_ckpt supports")
-    stock = [(module, getattr(module, name)) for module in there]
-    for module, _ in stock:
-        setattr(module, name, value)
-    try:
+    with ExitStack() as stack:
+        for module in there:
+            stack.enter_context(changed(module, **{name: value}))
         yield
-    finally:
-        for module, own in stock:
-            setattr(module, name, own)
