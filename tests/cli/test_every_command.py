@@ -394,4 +394,6 @@ def test_ctrl_c_leaves_nothing_behind(
     assert run(name, COMMANDS[name].success, tmp_path / "out") == INTERRUPTED
     assert capsys.readouterr().err == "mcore-ckpt: interrupted\n"
     assert tree(folder) == before
+    left = sorted((tmp_path / "out").rglob("*"))
+    assert not left
     assert not (tmp_path / "out").exists()
