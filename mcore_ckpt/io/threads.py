@@ -53,7 +53,13 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
         except BaseException as error:  # `disk_watch.Work.give_up` raises an exception at any place
             failures.append(error)
 
-    workers = _start(run_as_worker, threads)
+    workers: list[threading.Thread] = []
+    try:
+        _start(run_as_worker, threads, workers)
+    except BaseException as error:  # the calling thread was interrupted (`_join`), and some threads run already
+        failures.append(error)
+        if threading.current_thread() is threading.main_thread():
+            raise
     if not workers:
         run()
     for worker in workers:
@@ -77,18 +83,17 @@ def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
                 raise
 
 
-def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
-    """Starts `run` on up to `threads` threads, as many as the system allows, and returns these threads."""
-    workers: list[threading.Thread] = []
+def _start(run: Callable[[], None], threads: int, workers: list[threading.Thread]) -> None:
+    """Starts `run` on up to `threads` threads, as many as the system allows, and adds these threads to `workers`."""
     for _ in range(threads):
         worker = threading.Thread(target=run, name="mcore_ckpt files", daemon=True)
         worker.started_by = threading.current_thread()  # type: ignore[attr-defined]  # for `disk_watch.Look`
+        workers.append(worker)  # before the start, because the start may be interrupted when the thread runs already
         try:
             worker.start()
         except (RuntimeError, MemoryError):  # a limit of threads or memory: the threads that run do all of the work
+            workers.remove(worker)
             break
-        workers.append(worker)
-    return workers
 
 
 def results_of(

@@ -24,7 +24,7 @@ from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.checkpoints import manifest_of
-from tests.support.few_threads import limit_threads
+from tests.support.thread_starts import limit_threads
 from tests.support.waiting import LONG_S
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mcore_ckpt.io import removal
 from mcore_ckpt.io.removal import remove_tree
-from tests.support.few_threads import limit_threads
+from tests.support.thread_starts import limit_threads
 
 MANY = 100  # enough that removals overlap
 LISTED = 5  # the entries that a folder shows before it fails

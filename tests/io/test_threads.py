@@ -1,11 +1,12 @@
 """Work on several threads: every item once, no new item after a failure."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 
 from mcore_ckpt.io.threads import for_each, results_of
-from tests.support.few_threads import limit_threads
+from tests.support.thread_starts import interrupt_first_start, limit_threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -88,3 +89,47 @@ def test_a_failure_is_raised_where_threads_are_few(allowed: int, monkeypatch: py
 
     with pytest.raises(ValueError, match="0"):
         for_each(range(10), work, threads=4)
+
+
+def test_no_further_item_begins_after_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_first_start(monkeypatch)
+    interrupted, seen = threading.Event(), []
+
+    def work(item: int) -> None:
+        assert interrupted.wait(60)
+        seen.append(item)
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        for_each(range(10), work, 2)
+    interrupted.set()
+    for worker in set(threading.enumerate()) - before:
+        worker.join(60)
+    assert len(seen) <= 1  # the call that was running
+
+
+def test_another_thread_waits_for_the_calls_if_it_is_interrupted_while_threads_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`disk_watch.Work.give_up` interrupts such a thread, and its work ends only when the calls have ended."""
+    raised, late = threading.Event(), []
+
+    def work(item: int) -> None:
+        if raised.wait(0.2):  # ends at once if the caller did not wait
+            late.append(item)
+
+    def call() -> None:
+        interrupt_first_start(monkeypatch)
+        with suppress(KeyboardInterrupt):
+            for_each(range(10), work, 2)
+            late.append("not interrupted")
+        raised.set()
+
+    before = set(threading.enumerate())
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(60)
+    for worker in set(threading.enumerate()) - before:
+        worker.join(60)
+    assert raised.is_set()
+    assert not late

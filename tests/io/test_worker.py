@@ -11,7 +11,7 @@ import pytest
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io.worker import Handle, NoThreadError, Worker, all_workers
-from tests.support.few_threads import limit_threads
+from tests.support.thread_starts import limit_threads
 from tests.support.waiting import LONG_S, join_threads
 
 NAME = "worker of tests"

@@ -28,9 +28,9 @@ from mcore_ckpt.steps.upload import Upload
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from tests.support import checkpoints
 from tests.support.checkpoints import ROLE, make, stage
-from tests.support.few_threads import limit_threads
 from tests.support.remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
 from tests.support.small_disks import tmpfs
+from tests.support.thread_starts import limit_threads
 from tests.support.waiting import wait_for
 
 POINTS = 20
