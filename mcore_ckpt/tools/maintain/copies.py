@@ -29,17 +29,35 @@ def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count
             argument with their number.
         count: a function that is called with these numbers, on several threads.
     """
-    is_stopped = threading.Event()
+    is_stopped, running, changed = False, 0, threading.Condition()
 
     def count_or_stop(nbytes: int) -> None:
-        if is_stopped.is_set():
+        if is_stopped:
             raise _Stopped
         count(nbytes)
 
+    def copy_one(item: Item) -> Result:
+        nonlocal running
+        with changed:
+            if is_stopped:
+                raise _Stopped
+            running += 1
+        try:
+            return copy(item, count_or_stop)
+        finally:
+            with changed:
+                running -= 1
+                changed.notify_all()
+
     with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt copies") as pool:
         try:
-            return [done.result() for done in as_completed([pool.submit(copy, item, count_or_stop) for item in items])]
+            return [done.result() for done in as_completed([pool.submit(copy_one, item) for item in items])]
         except BaseException:
-            is_stopped.set()
+            with changed:
+                is_stopped = True
             pool.shutdown(cancel_futures=True)
+            # Ctrl-C while the pool starts a thread leaves a thread that the pool does not know, so it does not wait for
+            # that thread's copy.
+            with changed:
+                changed.wait_for(lambda: running == 0)
             raise
