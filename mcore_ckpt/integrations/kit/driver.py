@@ -118,7 +118,7 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
 
     Raises CheckpointNotFoundError: there are steps, but none of them is complete and intact.
     """
-    if _first_was_interrupted(root, driver_role):
+    if _first_was_interrupted(root):
         logger.warning("%s: the first checkpoint was never complete, so it is not loaded", root)
         return None
     reasons = []
@@ -133,12 +133,16 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
     return None
 
 
-def _first_was_interrupted(root: Path, driver_role: str) -> bool:
-    """True if roles are committed, but no step was ever complete. A complete step would have written the tracker."""
+def _first_was_interrupted(root: Path) -> bool:
+    """True if roles are committed, but no step was ever complete. A complete step would have written the tracker.
+
+    With an asynchronous save, the driver may have committed before the models.
+    """
+    if (root / TRACKER_FILE).exists():
+        return False
     statuses = list_steps(root)
-    began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
-    driver = any(driver_role in status.committed for status in statuses)
-    return began and not driver and not (root / TRACKER_FILE).exists()
+    was_any = any(status.problems or status.is_complete for status in statuses)
+    return any(status.committed for status in statuses) and not was_any
 
 
 def _problem(status: StepStatus, verify: bool) -> str | None:
