@@ -101,15 +101,21 @@ def test_an_older_step_and_another_folder_get_their_own_groups(shared_path: Path
 
 
 @pytest.mark.world(1)
-def test_what_grows_and_goes_while_it_is_copied(shared_path: Path, banks: Banks) -> None:
+@pytest.mark.parametrize("most_open", [256, 1], ids=["open", "too-many"])
+def test_what_grows_and_goes_while_it_is_copied(
+    most_open: int, shared_path: Path, banks: Banks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The part is the bank at the call of the save, although its files are gone when they are copied."""
+    monkeypatch.setattr(module, "_MOST_OPEN", most_open)
     root, bank = shared_path / "run", shared_path / "run" / "rollout_bank"
     bank_part = drop_in.RolloutBankPart(lambda: drop_in._settings.arguments())
     with parallel(PLAIN):
         started(root)
         banks.begin(bank, 0)
         banks.complete(1, 2)
+        before = len(os.listdir("/proc/self/fd"))
         copy = bank_part.save(shared_path / "part")
+        assert len(os.listdir("/proc/self/fd")) - before <= most_open
         banks.use(banks.complete(3), 5)
         banks.bank.checkpoint(5)
         assert copy is not None

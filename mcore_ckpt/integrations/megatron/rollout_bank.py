@@ -43,6 +43,8 @@ _FILLING = "filling_by_mcore_ckpt"
 # group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
 # the file of these notes can be measured last.
 _ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
+# At most this many files stay open. The limit of open files of a process is often 1024.
+_MOST_OPEN = 256
 
 
 class _Bank(NamedTuple):
@@ -62,27 +64,28 @@ class RolloutBankPart:
     def save(self, folder: Path) -> Callable[[], None] | None:
         """Measures the files of the bank, and returns the function that copies them while the training continues.
 
-        The files only grow. But a compaction replaces them, so they stay open until they are copied.
+        The files only grow. But a compaction replaces them, so they stay open until they are copied. If there are too
+        many files, the smallest are copied at once.
         """
         bank = self._folder()
         if not (bank / _MANIFEST).exists():
             return None
         read_bank(bank)
         found = [path for path in bank.rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
-        files: list[tuple[Path, BinaryIO, int]] = []
+        ordered = sorted(found, key=lambda path: _ORDER.get(path.name, 2))
+        sizes = {path: path.stat().st_size for path in ordered if path.name != _LOADED_FILE}
+        by_size = sorted(sizes, key=lambda path: sizes[path])
+        for path in by_size[:-_MOST_OPEN]:
+            with path.open("rb") as file:
+                _copy(file, folder / path.relative_to(bank), sizes[path])
         with ExitStack() as stack:
-            for path in sorted(found, key=lambda path: _ORDER.get(path.name, 2)):
-                if path.name != _LOADED_FILE:
-                    file = stack.enter_context(path.open("rb"))
-                    files.append((folder / path.relative_to(bank), file, os.fstat(file.fileno()).st_size))
+            files = [(path, stack.enter_context(path.open("rb"))) for path in by_size[-_MOST_OPEN:]]
             opened = stack.pop_all()
 
         def copy() -> None:
             with opened:
-                for target, file, size in files:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with target.open("wb") as copied:
-                        _copy(file, copied, size)
+                for path, file in files:
+                    _copy(file, folder / path.relative_to(bank), sizes[path])
 
         return copy
 
@@ -224,10 +227,12 @@ def _is_empty(folder: Path) -> bool:
     return _FILLING in names or names <= {_LOADED_FILE, "lost+found"}
 
 
-def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
-    while size > 0:
-        piece = source.read(min(size, 16 << 20))
-        if not piece:
-            raise OSError(f"{target.name}: its source has become shorter while it was copied")
-        target.write(piece)
-        size -= len(piece)
+def _copy(source: BinaryIO, target: Path, size: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as copied:
+        while size > 0:
+            piece = source.read(min(size, 16 << 20))
+            if not piece:
+                raise OSError(f"{target}: its source has become shorter while it was copied")
+            copied.write(piece)
+            size -= len(piece)
