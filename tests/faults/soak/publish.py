@@ -78,7 +78,7 @@ def section(result: dict[str, Any]) -> str:
             f"| {title.partition(' (')[0]} | {len(verdicts)} | {_shown(kind, most)} | "
             f"{_shown(kind, getattr(TOLERANCES, kind))} |"
         )
-    return "\n".join([*lines, "", "![five curves over the soak, all flat](soak.svg)", ""])
+    return "\n".join([*lines, "", "![five curves over the soak](soak.svg)", ""])
 
 
 def _shown(kind: str, value: float) -> str:
