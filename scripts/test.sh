@@ -6,7 +6,7 @@
 #     (nothing)     what CI runs: one case for each reason, and a quarter of the examples of hypothesis
 #     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
 #     --full        all there is, and on the disk: every case, 200 kills, five minutes of the soak, fuzzing, the sanitizers
-#     --part PART   a part of --full that takes half an hour at most: one of PARTS below. Each part notes in
+#     --part PART   one of PARTS of --full, below. It takes half an hour on a quiet machine of two cores, and notes in
 #                   build/full.txt when it ran, of which commit, for how long, and its exit status
 #     --browser     first installs Chromium from Debian, if this is root; without a browser, tests of pages are skipped
 #     --coverage    measures, with every process and rank, which lines and branches of the package the tests run
