@@ -1,4 +1,4 @@
-"""Replaces AReaL's Evaluator (1.0.4), whose timer has the defects of the timer in AReaL's Saver (docs/features.md)."""
+"""Replaces AReaL's Evaluator (1.0.4). A schedule of this package takes the place of its timer, as in `saver.py`."""
 
 from __future__ import annotations
 
