@@ -7,7 +7,7 @@ the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names a
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
 shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` finds a file
 of this sort that one step lacks and other steps have, and `first_cut` finds a truncated file; `HubModel` is a model on
-the HuggingFace hub, and `with_revision` adds a revision to such a model's name.
+the HuggingFace hub, and `with_revision` adds a revision to the model's name.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT). Since 0.9, verl's
 folder `transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add
 files, too. So no list of names can tell which files belong to a step. A file belongs to a step if the last two complete
 steps have a file of the same name (numbers and ids in names may differ). If there is only one complete step, a file in
-this step may be a user's. So the file counts only if the caller knows that the trainer writes such files.
+this step may be a user's. So the file counts only if the caller knows that the trainer writes files of this name.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _ends_like_pickle(file: Path) -> bool:
-    # A pickle's last byte is the opcode STOP.
+    # A pickle's last byte is the opcode STOP. So a file that ends with another byte was cut.
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - 1))
@@ -165,7 +165,7 @@ def _ends_like_json(file: Path) -> bool:
 
 
 _CHECKS: dict[str, Callable[[Path], bool]] = {
-    ".pt": zipfile.is_zipfile,  # torch.save writes the zip directory last
+    ".pt": zipfile.is_zipfile,  # torch.save writes the zip directory last, so a cut file has none
     ".pkl": _ends_like_pickle,
     ".json": _is_json,
 }

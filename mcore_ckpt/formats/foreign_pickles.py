@@ -103,7 +103,8 @@ def _mapped(path: Path, size: int) -> Storage:
 def load_metadata(path: Path) -> Any:
     """Loads the `.metadata` of a torch_dist checkpoint.
 
-    torch's own reader (`FileSystemReader.read_metadata`, 2.13) unpickles this file, which executes any code in it.
+    torch's own reader (`FileSystemReader.read_metadata`, 2.13) unpickles this file, and so executes any code in the
+    file.
 
     Raises CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
@@ -189,7 +190,7 @@ def _layout(name: Any) -> torch.layout:
 # The names of these classes and functions of Python differ between versions of Python.
 _OF_PYTHON: dict[tuple[str, str], Any] = {
     **{(module, "getattr"): Call(_member_of_name) for module in ("builtins", "__builtin__")},
-    **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},  # the latter in Python 3.13
+    **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},  # `_local` in Python 3.13
 }
 _METADATA_OTHERS: dict[tuple[str, str], Any] = {
     **_OF_PYTHON,  # needed for `StorageMeta.checkpoint_id`, the path of the folder that torch wrote to

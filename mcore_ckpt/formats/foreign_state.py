@@ -144,7 +144,7 @@ class Writers:
 
     Attributes:
         dense: the place of the first rank of this rank's data-parallel group.
-        experts: the place of the first rank of the group that has the same experts.
+        experts: the place of the first rank in the group of ranks that have this rank's experts.
         model: the (tp, pp, ep) of every rank.
     """
 
@@ -241,9 +241,9 @@ class FoundPart:
 class ForeignState:
     """The state of a training in one checkpoint. Each rank reads its part into host memory.
 
-    Each kind of checkpoint with such a state has a class that derives from this class. Every method raises
-    CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or
-    contains something other than data, and UnsupportedError if the state has an unsupported form.
+    Each kind of checkpoint that stores the state of a training has a class that derives from this class. Every method
+    raises CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is missing, is
+    damaged or contains something other than data, and UnsupportedError if the state has an unsupported form.
 
     Attributes:
         step: the training step at which the checkpoint was saved.

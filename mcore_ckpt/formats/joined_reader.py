@@ -15,7 +15,7 @@ class JoinedReader:
     """Reads the tensors of two readers; implements `formats.contract.CheckpointReader`.
 
     Args:
-        first: a reader. It must not have a tensor name that the other reader has.
+        first: one reader. Its tensor names must differ from the other reader's tensor names.
         second: the other reader.
 
     Raises UnsupportedError: the weights of one reader are the optimizer's main parameters.

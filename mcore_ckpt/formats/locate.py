@@ -73,7 +73,10 @@ class Locator:
 
     @property
     def layer_mismatch(self) -> str | None:
-        """Says why the checkpoint's layers do not match the model's, for messages about missing tensors; else None."""
+        """Says why the checkpoint's layers do not match the model's, for messages about missing tensors.
+
+        None if the layers match.
+        """
         return self._counterparts.layer_mismatch
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:

@@ -25,7 +25,7 @@ def read_lora_meta(folder: Path) -> AdapterSettings | None:
     for path in (folder / _LORA_META, folder.parent / _LORA_META):
         try:
             alpha = fields.get_number(fields.parse(read_small(path, limits.HF_JSON_BYTES)), "lora_alpha")
-            # verl's SFT trainer (0.9.1) writes 0 if its configuration sets no alpha.
+            # verl's SFT trainer (0.9.1) writes 0 if its configuration sets no alpha, so 0 counts as no note.
             return AdapterSettings(alpha) if alpha > 0 else None
         except FileNotFoundError:
             continue

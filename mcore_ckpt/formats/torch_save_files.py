@@ -153,7 +153,7 @@ def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:
 
 
 def read_integers(tensor: PtTensor) -> list[int]:
-    """Reads a small tensor of integers. Raises CheckpointCorruptError if it is too large or of another dtype."""
+    """Reads a small tensor of integers. Raises CheckpointCorruptError if the tensor is too large or not of integers."""
     if not tensor.is_dense or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         raise CheckpointCorruptError(f"{tensor.path}: expected a tensor of integers, found {tensor}")
     if tensor.nbytes > _MOST_INTEGER_BYTES:

@@ -1,4 +1,4 @@
-"""Converts the state of a Megatron-Energon loader (7.4) into a data position, and restores a loader from it.
+"""Converts the state of a Megatron-Energon loader (7.4) to a data position, and restores a loader from a position.
 
 The state is stored as plain values with the names of Energon's classes. No pickle is made or read.
 
@@ -40,13 +40,14 @@ def position_of(loader: Any) -> ShardedPosition:
 
 
 def is_state(value: Any) -> bool:
-    """True for what `save_state_rank` returns for a loader that has begun."""
+    """True if a value is a state that `save_state_rank` has returned for a loader that has begun."""
     return (type(value).__module__, type(value).__name__) == (_LOADER, _LOADER_STATE)
 
 
 def position_of_state(state: Any) -> ShardedPosition:
     """Returns the position in a state that `save_state_rank` returned. The state must not be None."""
-    # The state of a worker process is a SavableDatasetCheckpoint. The state of the trainer's process is a FlexState.
+    # The state of a worker process is a SavableDatasetCheckpoint. Without workers, the only state is the FlexState of
+    # the trainer's process.
     has_workers = [type(worker).__name__ for worker in state.worker_states] != ["FlexState"]
     workers = [_plain(worker) for worker in state.worker_states]
     return ShardedPosition.of_energon(workers, state.next_worker_id, state.micro_batch_size, has_workers)

@@ -7,8 +7,8 @@ Public names, for integrations:
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
 - `make_folder` makes a folder and its parents, `top_mode` returns the mode for them, `sync_dir` makes the names in a
   folder durable;
-- `DiskWatch` gives up work if one of its calls to the file system does not return; `in_function_of_trainer` marks
-  calls of another program's functions, which may also wait for something else;
+- `DiskWatch` gives up work if one of its calls to the file system does not return; `in_function_of_trainer` marks calls
+  of another program's functions, because these functions may also wait for something other than a disk;
 - `for_each` calls a function on several threads, which `DiskWatch` sees, too;
 - `Worker` does work on a thread that exists only while there is work.
 """

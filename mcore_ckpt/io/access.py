@@ -1,7 +1,8 @@
 """Decides who may enter new folders and read new files, and refuses folders that other users have made.
 
-A new file or folder is never more open than the folder around it, and never more open than the umask allows. So a mode
-is chosen only where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
+A new file or folder is never more open than the folder around it, and never more open than the umask allows. So this
+module chooses a mode only where no existing folder determines the mode: for a new root, a new folder of the fast tier,
+or a new folder elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 def top_mode(shared: bool | None) -> int:
     """Returns the mode of a new folder, before the umask is applied, if no folder above it decides.
 
-    `shared`: whether the group may enter the folder. None: the group may enter if the umask lets it write, because
-    people who share files set such a umask.
+    `shared`: whether the group may enter the folder. None: the group may enter if the umask lets the group write,
+    because people who share files set such a umask.
     """
     is_shared = not _umask() & stat.S_IWGRP if shared is None else shared
     return _OF_GROUP if is_shared else _PRIVATE
@@ -48,10 +49,10 @@ def mode_below(root: Path, path: Path, shared: bool | None) -> int:
 
 
 def mode_in(folder: Path, most: int) -> int:
-    """Returns the permissions in `most` that the folder gives, and all permissions of the owner in `most`."""
+    """Returns the permissions in `most` that the folder also has, and all permissions that `most` gives the owner."""
     try:
         given = os.stat(folder).st_mode
-    except OSError:  # the call that makes something in the folder raises the error
+    except OSError:  # the caller's next call, which makes something in the folder, raises the error
         given = 0
     return most & (given | stat.S_IRWXU)
 
@@ -125,7 +126,7 @@ def naming_owner(path: Path) -> Iterator[None]:
 
 
 def strange(path: Path, shared: bool | None) -> str | None:
-    """Says why another user may have put files into a folder, or replaced the link to it; None if no user could.
+    """Says why another user may have put files into a folder, or replaced the link to it; None if nobody could.
 
     `shared`: whether the group may write into the folder. None: as in `top_mode`. Raises OSError.
     """
@@ -141,7 +142,7 @@ def strange(path: Path, shared: bool | None) -> str | None:
 def check_own_folder(path: Path, shared: bool | None) -> None:
     """Checks that no other user has made a folder, or can write into it. Raises InvalidArgumentError and OSError.
 
-    A folder above it is checked, too, if all users may write into the parent of that folder.
+    A folder above `path` is checked, too, if all users may write into its parent.
     """
     above = [folder for folder in (*path.parents, *path.resolve().parents) if folder != folder.parent]
     for folder in (folder for folder in above if folder.parent.stat().st_mode & stat.S_IWOTH):

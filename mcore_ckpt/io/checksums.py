@@ -71,13 +71,13 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         progress(piece.nbytes)
         return _native.crc32(own.buffer.address, piece.nbytes)
 
-    # A `DiskWatch` sees the threads of `results_of`. It would not see the threads of an executor.
+    # Use `results_of`, because a `DiskWatch` sees its threads. A `DiskWatch` would not see the threads of an executor.
     found = iter(results_of(list(chain.from_iterable(pieces)), crc_of, tuning.IO_THREADS, are_long=True))
     return [_combine([(piece, next(found)) for piece in of_file]) for of_file in pieces]
 
 
 def block_crcs(path: Path, start: int, nbytes: int, block_bytes: int) -> Iterator[int]:
-    """Yields the CRC-32 of each block of a range of a file. The last block may be shorter. Raises OSError."""
+    """Yields the CRC-32 of each block in a range of a file. The last block may be shorter. Raises OSError."""
     buffer = _Buffer(block_bytes)
     with path.open("rb", buffering=0) as file:
         for offset in range(start, start + nbytes, block_bytes):
@@ -137,8 +137,8 @@ def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: P
         try:
             count = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
-            # A direct read may return less than whole pages before the end of the file. Then the next direct read is
-            # not aligned, and fails. So the rest is read through the page cache.
+            # Even before the end of the file, a direct read may end within a page. Then the next direct read is not
+            # aligned, and fails. So the rest is read through the page cache.
             if error.errno != errno.EINVAL or not done % mmap.PAGESIZE or not _stop_direct(descriptor):
                 raise
             continue

@@ -30,7 +30,7 @@ _patience = ContextVar("patience", default=tuning.DEVICE_READ_S)
 
 @contextmanager
 def patience(timeout_s: float) -> Iterator[None]:
-    """Lets this thread wait for at most `timeout_s` seconds whenever the body has to wait for a GPU."""
+    """Limits each wait of this thread for a GPU, inside a `with` block, to `timeout_s` seconds."""
     before = _patience.set(timeout_s)
     try:
         yield
@@ -47,7 +47,7 @@ def wait_for_gpu(timeout_s: float) -> None:
     """Waits until the current GPU, if any, has done all queued work. Raises CommitError after `timeout_s` seconds."""
     if not torch.cuda.is_available():
         return
-    if not _native.built_with_cuda:  # such a build saves only state in host memory, and refuses other saves
+    if not _native.built_with_cuda:  # this build saves only state in host memory, and refuses other saves
         torch.cuda.synchronize()
         return
     gpu = torch.cuda.current_device()
@@ -79,7 +79,7 @@ def saying_what_hangs() -> Iterator[None]:
 
 @contextmanager
 def as_checkpoint_errors(gpu: int | None, advice: str = "") -> Iterator[None]:
-    """Raises CommitError, with the rank and the GPU's number, if that GPU hangs or CUDA fails."""
+    """Raises CommitError, with the rank and the number of the GPU, if a GPU hangs or CUDA fails."""
     try:
         with saying_what_hangs():
             yield

@@ -58,7 +58,7 @@ class Need:
 
     @staticmethod
     def of(files: Iterable[tuple[str, int]]) -> Need:
-        """Returns the need of files, which are given as pairs of path and size.
+        """Returns the need of files, which are given as pairs of path and size in bytes.
 
         Example:
             >>> Need.of([("model/a.pt", 100), ("b.pt", 5)])
@@ -210,7 +210,7 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
         tuple(limits),
         block=space.f_frsize if is_exact else 1,
         # On most file systems, and on ext4 with `inline_data`, a small folder is stored in its inode and takes no
-        # block.
+        # block. So a new folder counts as one block only on ext2 to ext4, and only if the existing folder has blocks.
         folder_bytes=space.f_frsize if magic == EXT_MAGIC and status.st_blocks else 0,
         is_certain=is_exact,
     )
@@ -227,8 +227,8 @@ def _disk_limits(
         if rights.may_use_reserve(options):
             # ext4 keeps some blocks for itself, and even root cannot use them.
             free = space.f_bfree - (_own_blocks(device) if magic == EXT_MAGIC else 0)
-        # Some network file systems report a negative number as more free blocks than there are in all. Such a number is
-        # ignored.
+        # Some network file systems report a negative number of free blocks, which reads as a number larger than the
+        # number of all blocks. Such a number is ignored.
         if free <= space.f_blocks:
             yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
     if space.f_files > 0 and space.f_favail <= space.f_files:
@@ -241,7 +241,7 @@ def _magic_of(descriptor: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fstatfs") or libc.fstatfs(descriptor, buffer) != 0:
         return 0
-    # The first field has the size of a word on all systems except s390x.
+    # The first field is the type. It has the size of a word on all systems except s390x.
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
 
 

@@ -37,7 +37,8 @@ _CALLERS = ("os", "pathlib", "shutil", "posixpath", "genericpath", "glob", "temp
 # Packages whose native code reads and writes files, and waits for nothing else. huggingface_hub does not belong here,
 # because it waits for the network.
 _CALLING_PACKAGES = ("transformers", "safetensors", "json", "yaml")
-# Modules of this package in which threads wait for something other than a disk. Those waits have their own deadlines.
+# Modules of this package in which threads wait for something other than a disk. The waits in these modules have their
+# own deadlines.
 _WAITERS = (
     *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
     *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
@@ -46,7 +47,7 @@ _WAITERS = (
 
 
 class Job(Protocol):
-    """A job of the extension. Its calls to the system are made on threads that Python does not see."""
+    """A job of the C++ extension, which calls the system on threads that Python does not see."""
 
     def longest_call(self) -> tuple[str, str, float] | None: ...
     def cancel(self) -> None: ...
@@ -74,7 +75,7 @@ class _GivenUp(BaseException):
 
 @contextmanager
 def in_job(job: Job) -> Iterator[None]:
-    """Marks this thread as waiting for a job of the extension."""
+    """Marks this thread as waiting for a job of the C++ extension."""
     thread = threading.current_thread()
     thread.native_job = job  # type: ignore[attr-defined]
     try:
@@ -91,7 +92,8 @@ def _job_of(thread: threading.Thread) -> Job | None:
 def in_function_of_trainer() -> Iterator[None]:
     """Marks this thread as running a function of the trainer.
 
-    Such a function may wait for anything. Only a wait that cannot be interrupted counts as a call to a disk.
+    A function of the trainer may wait for anything. So only a wait that cannot be interrupted counts as a call to a
+    disk.
     """
     thread = threading.current_thread()
     before = _runs_trainer(thread)
@@ -163,8 +165,9 @@ def _frames() -> dict[int, FrameType]:
 
     In some versions of Python (seen in 3.11.7), `sys._current_frames` holds the interpreter's lock of all threads while
     it makes its dictionary. If the garbage collector begins meanwhile, the collector can run Python code, and so let
-    another thread run. If the other thread starts a thread or calls this function, the two threads wait for each other,
-    and the process hangs for ever (python/cpython issue 106883). So the collector is disabled during the call.
+    another thread run. If the other thread starts a thread or calls `sys._current_frames`, the two threads wait for
+    each other, and the process hangs for ever (python/cpython issue 106883). So the collector is disabled during the
+    call.
     """
     # Wait only a second: in a forked child, the lock may be held by a thread that the child does not have.
     is_held = _frames_lock.acquire(timeout=1.0)
@@ -313,7 +316,8 @@ class Work(Generic[Result]):
             return self._result[0]
         finally:
             # Otherwise the error and this frame would refer to each other, and would keep all objects of the callers in
-            # memory. For the same reason the work, which the error's frames refer to, does not keep the error.
+            # memory. The error's frames also refer to this work, so for the same reason this work does not keep the
+            # error.
             del self, error
 
     def give_up(self) -> None:
@@ -357,7 +361,7 @@ class DiskWatch:
 
     Args:
         timeout_s: how long a single call to the system may last, in seconds.
-        around: called on the thread that asks for work. It returns the context that the working thread enters.
+        around: called on the thread that asks for work; returns the context that the working thread enters.
         who: the beginning of messages, such as "rank 3: ".
         beside: the watch of other threads that use the same file systems. If work of one watch hangs, both watches
             refuse work.
@@ -379,7 +383,7 @@ class DiskWatch:
     ) -> DiskWatch:
         """Returns the watch of a call that has no manager.
 
-        If work of one such watch hangs, all such watches refuse work.
+        While work of one watch that this method has returned hangs, all watches that it has returned refuse work.
         """
         return cls(timeout_s, around, f"rank {rank}: ", beside=_calls)
 
@@ -388,7 +392,7 @@ class DiskWatch:
         for each in list(self._left):
             if not each.ended:
                 raise _error(self._who, each.longest)
-            with suppress(ValueError):  # a watch of another thread has removed the work
+            with suppress(ValueError):  # a watch of another thread may have removed the work
                 self._left.remove(each)
         return Work(work, self._timeout_s, self._around(), self._who, self._left)
 
@@ -409,14 +413,14 @@ class DiskWatch:
 
 
 # The watch of all calls that have no manager. If such a call has given work up, the watch refuses all further work
-# until that work has ended.
+# until the given-up work has ended.
 _calls = DiskWatch(0.0)
 
 
 def wait_for_thread(thread: threading.Thread, timeout_s: float) -> None:
     """Waits for a thread.
 
-    Raises HungDiskError as soon as the thread has been in one call to the system for `timeout_s`.
+    Raises HungDiskError as soon as the thread has been in one call to the system for `timeout_s` seconds.
     """
 
     def has_ended(pause: float) -> bool:

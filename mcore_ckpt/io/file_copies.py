@@ -133,7 +133,7 @@ def pieces_of(source: Path) -> Iterator[memoryview]:
 
 
 class Hashed(NamedTuple):
-    """The size in bytes and the CRC-32 of a file that is on the disk, and whether its bytes took further disk space."""
+    """The size in bytes and the CRC-32 of a file that is on the disk, and whether the file took new disk space."""
 
     size: int
     crc32: int

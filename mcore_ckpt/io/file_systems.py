@@ -59,14 +59,14 @@ _BY_NAME = {
     "xfs": _XFS,
     "tmpfs": _TMPFS,
     "ramfs": FileSystem("memory"),
-    # btrfs can compress.
+    # btrfs can compress, so it is not exact.
     "btrfs": FileSystem("disk", abilities=_ALL),
     # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So the type
     # does not show whether the upper layer compresses, and an overlay does not count as exact. The upper layer cannot
     # be looked up either: mountinfo has its path on the host, which means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
     # Servers can compress and deduplicate. The free space that they report can also be old, in other units, or the rest
-    # of a quota.
+    # of a quota. So these types are not exact.
     **dict.fromkeys(
         ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs", "afs", "gfs2", "ocfs2"),
         _NETWORK,

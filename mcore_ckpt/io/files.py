@@ -42,7 +42,7 @@ def overwrite(path: Path, bytes_at: Mapping[int, bytes]) -> None:
 
 
 def write_hint(path: Path, data: bytes) -> None:
-    """Writes a new file as `write_file` does, but does not wait.
+    """Writes a new file as `write_file` does, but does not wait until its bytes are on the disk.
 
     After a power loss, the file may be missing or damaged.
     """
@@ -80,7 +80,7 @@ def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> N
 
 
 def make_folders(base: Path, path: str) -> None:
-    """Makes the folders of the file `path` below `base`.
+    """Makes the folders below `base` that the file `path` will be in.
 
     Does not make `base`, because a staging folder that was discarded must not come back.
     """
@@ -99,7 +99,7 @@ def sync_dir(path: Path) -> None:
 
 
 def sync_names(base: Path, paths: Iterable[str]) -> None:
-    """Waits until the names of files and their folders below `base` are on the disk, but not the names in `base`."""
+    """Waits until the names of `paths` and their folders are on the disk, except the names in `base`."""
     folders = {base / folder for path in paths for folder in Path(path).parents[:-1]}
     for folder in sorted(folders, reverse=True):
         sync_dir(folder)
@@ -138,7 +138,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file atomically: even after a crash, a reader finds the old or the new bytes. Raises OSError."""
     write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
-    with naming_owner(path), write as temporary:  # with the sticky bit, only a file's owner may replace it
+    with naming_owner(path), write as temporary:  # in a folder with the sticky bit, only a file's owner may replace it
         os.replace(temporary, path)
     sync_dir(path.parent)
 

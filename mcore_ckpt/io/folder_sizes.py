@@ -19,8 +19,8 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import inside
 from mcore_ckpt.io.threads import results_of
 
-# A file or folder that raises one of these errors is left out, because it could not be loaded either. Other errors may
-# be temporary.
+# A file or folder that raises one of these errors is left out, because a load could not read it. Other errors may be
+# temporary.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 # How many files one thread looks at in a row.
 _FILES_OF_A_LOOK = 64

@@ -124,9 +124,9 @@ class _Preparation:
     """A thread that fetches the pages of a buffer, pins them for the buffer's GPU, and hardly slows the training down.
 
     The thread takes small pieces, and after each piece pauses for as long as the piece took. The thread has a low
-    priority. If all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110,
-    and niceness 0 the weight 1024). Then the pieces take longer, and the pauses, too. So the thread costs the training
-    at most 5 % of one core.
+    priority. If all cores are busy with other work, the thread gets a tenth of a core (Linux gives niceness 10 the
+    weight 110, and niceness 0 the weight 1024). Then both the pieces and the pauses take longer. So the thread costs
+    the training at most 5 % of one core.
     """
 
     def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:

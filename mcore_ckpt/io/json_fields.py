@@ -63,7 +63,7 @@ def _refuse(constant: str) -> Any:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Decodes a JSON object that another program has written. It may contain NaN.
+    """Decodes a JSON object that another program has written. The object may contain NaN.
 
     Raises FieldError if the data are not a JSON object, if a name occurs twice in an object, or if the data have more
     values than their size allows.

@@ -18,8 +18,8 @@ def bytes_free(folder: Path) -> int | None:
 
     None if there is no limit.
 
-    Free memory is a limit, too, if the folder is in memory: a tmpfs takes memory only when it is written to, so it can
-    report more free bytes than there is memory. Raises OSError.
+    Free memory is a limit, too, if the folder is in memory: a tmpfs takes memory only when it is written to, so a tmpfs
+    can report more free bytes than the node has memory. Raises OSError.
     """
     limits = [limit.free for limit in space_of(folder).limits if limit.kind == "nbytes"]
     if is_memory(folder):

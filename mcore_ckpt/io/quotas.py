@@ -1,7 +1,7 @@
 """Reads the quotas of users, groups and projects that limit what can be written into a folder.
 
-The system call quotactl_fd(2) needs no name of a device. The call exists since Linux 5.14. Many containers forbid the
-call, and network file systems do not support it. In these cases no quota is found.
+The system call quotactl_fd(2) needs no name of a device. The call has existed since Linux 5.14. Many containers forbid
+the call, and network file systems do not support it. In these cases no quota is found.
 """
 
 from __future__ import annotations

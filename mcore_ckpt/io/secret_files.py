@@ -10,7 +10,7 @@ from typing import BinaryIO
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.io.files import open_regular
 
-# A longer file is not a secret, but was named by mistake.
+# The size of the longest secret. A longer file was named by mistake.
 _MOST_BYTES = 4096
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # URL schemes of object stores. Object stores have no folders, and for some schemes fsspec would make a bucket instead
-# of a folder.
+# of a folder. So no folders are made under these schemes.
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 # URL schemes of stores that report the MD5 of every file, however the file was sent.
 _TELL_MD5 = ("gs", "gcs")
@@ -87,7 +87,7 @@ class Store:
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """Returns the type and the text of an error, without secrets such as those of the URL."""
+        """Returns the type and the text of an error, without secrets, such as a password in the URL."""
         return f"{type(error).__name__}: {self.plain(error)}"
 
     def plain(self, error: BaseException) -> str:
@@ -116,7 +116,7 @@ class Store:
         return data
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a small file. Raises like `read`, and CheckpointCorruptError if it is larger than `most` bytes."""
+        """Reads a small file. Raises like `read`; raises CheckpointCorruptError if the file has over `most` bytes."""
         size = int(self.persist(f"asking for the size of {key}", lambda: self.info(key)["size"]))
         if size > most:
             raise CheckpointCorruptError(
@@ -189,7 +189,7 @@ class Store:
                     self.fs.rm_file(name)
                     if isinstance(self.fs, LocalFileSystem):  # in an object store, each deletion is durable
                         sync_dir(Path(name).parent)
-            with suppress(FileNotFoundError):  # In an object store, an empty folder does not exist.
+            with suppress(FileNotFoundError):  # an object store keeps no empty folder, so `path` may be gone
                 self.fs.rm(path, recursive=True)
 
         self.persist(f"deleting {key}", remove)

@@ -64,7 +64,7 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
 
 
 def cuts_of(end: int) -> tuple[int, ...]:
-    """Returns the cuts `(0, ..., end)` that divide a file into parts for `stream`.
+    """Returns the cuts `(0, ..., end)` that divide a file of `end` bytes into parts for `stream`.
 
     All cuts except the last are page-aligned.
     """

@@ -11,8 +11,9 @@ import os
 # training needs the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
-# Host memory is prepared before the first save, in steps of this size (one huge page), by a thread of this niceness.
-# The kernel locks the memory map of the process during a step, so larger steps could delay allocations of the training.
+# Host memory is prepared before the first save, in pieces of this size (one huge page), by a thread of this niceness.
+# The kernel locks the memory map of the process while it provides a piece, so larger pieces could delay allocations of
+# the training.
 PREPARE_BYTES = 2 << 20
 PREPARE_NICENESS = 10
 # The size to prepare is an estimate, so the buffer gets a spare address range: the estimate divided by
@@ -36,7 +37,8 @@ LOOK_THREADS = 32
 WRITE_BYTES = 4 << 20
 # Reads take larger pieces, which need not stay in the cache: the CPU reads each byte only once, for its CRC.
 READ_BYTES = 16 << 20
-# How long a thread waits for a GPU before it reads from the GPU or copies to it, if no `timeout_s` is given (seconds).
+# How many seconds a thread waits for a GPU, before reading from the GPU or copying to the GPU, if no `timeout_s` is
+# given.
 DEVICE_READ_S = 600.0
 # A read of a file in memory copies pieces of this size, one block each. A piece stays in the CPU's cache for the CRC of
 # the block and for the second copy.

@@ -72,16 +72,16 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
         start = at + len(encode(name)) + len(":")
         places[name] = start, start + len(memoryview(value))
         at = places[name][1] + 1
-    # A decoder keeps only the last of two members of one name. So with such members the text is longer than the members
-    # that were found.
+    # A decoder keeps only the last of two members of one name. So a text with two members of one name is longer than
+    # the members that were found.
     return places if at == len(data) and len(values) else None
 
 
 class _Pieces(Generic[T]):
     """A long list or object that is decoded a few values at a time. The arguments are as in `LongList`.
 
-    If a string contains the text `between`, no piece ends there: a value that is cut in two is not JSON, so the next
-    place is tried.
+    If a string contains the text `between`, no piece ends inside the string: a value that is cut in two is not JSON, so
+    the next place is tried.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LongList(Generic[T]):
         return chain.from_iterable(self.pieces(data, place))
 
     def pieces(self, data: bytes, place: Place) -> Iterator[list[T]]:
-        """Yields the values as `read` does, in lists of at most some 64 KiB of text."""
+        """Yields the values as `read` does, but in lists. The text of a list has about 64 KiB."""
         return self._pieces.read(data, place)
 
 

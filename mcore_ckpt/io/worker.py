@@ -45,7 +45,7 @@ class Handle(Generic[Result]):
         return self._exception
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Waits for the end, and returns the result or raises the error; TimeoutError after `timeout` seconds."""
+        """Waits for the end. Returns the result or raises the error; raises TimeoutError after `timeout` seconds."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self._under_way} after {timeout:g} s{self._advice}")
         if self._exception is not None:
@@ -71,8 +71,8 @@ class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
     An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
-    called. With `must_finish`, an exiting interpreter waits for the functions (`all_workers`). If the system grants no
-    thread, the thread that adds a function calls the function. Without `must_finish`, an exiting interpreter does not
+    called. With `must_finish`, an exiting interpreter waits for the functions (`all_workers`), and the thread that adds
+    a function calls the function if the system grants no thread. Without `must_finish`, an exiting interpreter does not
     wait.
     """
 
@@ -103,8 +103,8 @@ class Worker:
                 thread.start()
                 return
             except BaseException as error:
-                # The thread may have started, but still waits for the lock. Once it has the lock, it finds that it is
-                # not the thread of this worker, and ends.
+                # The thread may have started and be waiting for the lock. Once the thread has the lock, it finds that
+                # it is not the thread of this worker, and ends.
                 self._thread = None
                 refused = isinstance(error, RuntimeError) and not is_interrupt(error)
                 if not (refused and self._must_finish):

@@ -164,7 +164,7 @@ def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
 
 
 def _step_of(trainer: Trainer, path: Path) -> int | None:
-    """Returns the step if a path names a step's folder below the root, or this role's folder in it; None otherwise."""
+    """Returns the step if `path` is a step's folder below the root, or this role's folder in a step; None otherwise."""
     for step_path in (path, path.parent):
         step = file_names.parse_step(step_path.name)
         if step is not None:
@@ -202,8 +202,8 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
     Raises CheckpointNotFoundError: there is no folder at this path, or the folder cannot be a role's folder.
     """
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
-    # renames it back, unless the process that wrote the checkpoint may be alive. In that case the checkpoint is read
-    # under its present name.
+    # renames the checkpoint back, unless the process that wrote the checkpoint may be alive. In that case the
+    # checkpoint is read under its present name.
     if not path.is_dir():
         leftovers.remove_sibling_leftovers(path)
     foreign = kind_of(path)

@@ -1,7 +1,7 @@
 """Gives each rank the data positions of all saved ranks, if the data-parallel size differs from the saved one.
 
-A rank reads the `extra_state` only of the saved ranks that had the rank's own pipeline, tensor and context place. A
-step that `mcore-ckpt reshard` has written has all positions in each rank's file.
+A rank reads the `extra_state` only of the saved ranks that had the rank's own pipeline, tensor and context place. In a
+step that `mcore-ckpt reshard` has written, each rank's file has all positions, so the rank reads no other file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def with_positions(
         extra: the `extra_state` that the rank loads.
         place: the saved place (pp, tp, cp, dp) that `extra` is from.
         saved: the saved layout.
-        dp, size: the loading rank's data-parallel place, and the data-parallel size.
+        dp, size: the loading rank's data-parallel place, and the data-parallel size of the load.
         read: returns the `extra_state` of another saved place; None if no `extra_state` was saved there.
 
     Raises:

@@ -23,7 +23,7 @@ class TensorFill:
     Attributes:
         reads: the ranges of stored shards that together fill the tensor.
         dtype: the dtype of the stored elements.
-        target: a function that returns the tensor. It is called only when the training state may change.
+        target: a function that returns the tensor. The function is called only when the training state may change.
         padded: True if some of the elements are not stored anywhere. These elements become zero.
         encode: a function that takes the elements that were read; None if the elements are copied into the tensor.
         finish: a function to call with the tensor once it is filled, or None.

@@ -43,8 +43,8 @@ class ForeignLoad:
         nbytes: the number of bytes that this rank read from tensors.
         rounded: for each kind of rounding, the number of this rank's rounded tensors; see LoadReport.
         was_quantized: whether the weights were quantized, so that the main parameters are more precise.
-        other_model: the facts that make the live model compute something else than the saved model with the same
-            tensors.
+        other_model: the facts in which the live and the saved model differ, so that the two models compute different
+            results with the same tensors.
         groups: the messages to the user about the param groups.
     """
 

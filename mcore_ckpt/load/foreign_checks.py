@@ -128,7 +128,7 @@ def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -
 def _with_upper_halves(
     parameters: Sequence[LoadedParameter], weights: Sequence[torch.Tensor]
 ) -> tuple[LoadedParameter, ...]:
-    """Completes main parameters with their upper halves, from the weights, if only the lower halves were stored.
+    """If only the lower halves of main parameters were stored, adds the upper halves from the weights.
 
     With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
     parameters: as int16, or as the same numbers in float32. The remainders have a meaning only together with the
@@ -152,7 +152,7 @@ def _with_upper_halves(
 def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, was_quantized: bool, whose: str) -> None:
     """Refuses a main parameter that belongs to another weight.
 
-    A main parameter rounds to its weight, unless the weight is a matrix that was quantized when it was saved.
+    A main parameter rounds to its weight, unless the weight is a matrix that was quantized at the save.
 
     megatron, in every release up to 0.19.2, writes wrong main parameters when it saves a `fully_reshardable` optimizer
     with several buckets. It removes the padding at the ends of the buckets from the gathered buffer

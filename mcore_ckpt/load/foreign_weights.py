@@ -1,4 +1,4 @@
-"""Reads weights from kinds of checkpoints that have no other state for a training, through `CheckpointReader`."""
+"""Reads weights, through `CheckpointReader`, from kinds of checkpoints that have no other state for a training."""
 
 from __future__ import annotations
 

@@ -105,14 +105,14 @@ def load_hf(
 
     In a model with LoRA adapters (Megatron-Bridge's LoRA, CanonicalLoRA, DoRA), the folder of a model fills everything
     except the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
-    `adapter_model.safetensors`) fills the adapters, and the modules that were trained as a whole together with the
-    adapters.
+    `adapter_model.safetensors`) fills the adapters. If the folder also has modules whose own weights were trained,
+    these modules are filled, too.
 
     Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only after
     it has filled its tensors, because otherwise it would have to read every file twice.
 
     After the load, the optimizer's main parameters are still copies of the old weights. The optimizer's next step would
-    overwrite the new weights with these values. To prevent this, pass the optimizer here, or call its
+    overwrite the new weights with these values. To keep the new weights, pass the optimizer here, or call its
     `reload_model_params()` afterwards. If the model has quantized weights (FP8), pass the optimizer here: otherwise the
     main parameters of these weights do not get the values of the folder.
 
@@ -174,7 +174,7 @@ def load_hf(
         agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank, settings)
         with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-            # Nodes may have downloaded a model of the hub into different folders, so compare its name, not the folders.
+            # Nodes may have downloaded a model of the hub into different folders, so compare the model's name instead.
             same = str(path.absolute()) if path == Path(name) else name
             arguments = {
                 "path": None if source == "rank0" else same,

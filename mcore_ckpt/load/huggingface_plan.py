@@ -113,7 +113,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns patterns for the HuggingFace tensors to leave out: `ignore` matches the mcore names of all parts."""
+    """Returns patterns for the HuggingFace tensors that are made only of mcore tensors that `ignore` matches."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -129,7 +129,8 @@ def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
 def _locator(here: LiveModel, reader: HuggingFaceReader, layers: Layers) -> Locator:
     position = RankPosition(here.topology, here.coordinates)
     # The folder of an adapter has only some modules of each layer. So layers cannot be matched by their parts
-    # (attention, MLP). None matches layers by their numbers, which are the same in the folder and in the model.
+    # (attention, MLP). With None, the locator matches layers by number. A layer has the same number in the folder and
+    # in the model.
     matched = None if isinstance(reader, AdapterReader) else layers
     return Locator(reader, position, reader.model.sizes["vocab"], matched)
 
@@ -168,7 +169,7 @@ def _taken(here: LiveModel, reader: HuggingFaceReader) -> Iterator[LocalShard]:
 
 
 def _check_config(here: LiveModel, reader: HuggingFaceReader) -> None:
-    """Compares the configurations. Models with equal shapes can differ in the grouping of heads or the activation."""
+    """Compares the configurations, because models with equal shapes can differ in head groups or in the activation."""
     if isinstance(reader, AdapterReader):
         _check_scale(here, reader)
     check_rows(read_facts(here.chunks), reader.model, "in the model")
@@ -274,7 +275,7 @@ def refuse_nan(plan: HfPlan) -> None:
 
 
 def _refuse_nan_in(tensor: torch.Tensor, name: str, reader: HuggingFaceReader) -> None:
-    # max() of a tensor with NaN is NaN. isnan() on the whole tensor would allocate a mask of the tensor's size.
+    # Use max(), which is NaN if any element is. isnan() on the whole tensor would allocate a mask of the tensor's size.
     if tensor.numel() and tensor.max().isnan():
         raise CheckpointCorruptError(f"{reader.place}: tensor {name}: contains NaN: take the weights from another copy")
 

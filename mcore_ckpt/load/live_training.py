@@ -99,8 +99,8 @@ class _Tensor:
         found: list[str] = []
         if not isinstance(self.sharded, ShardedTensorFactory):
             return [key]
-        # The parts of a mixer's tensors have their own keys. The factory gets a tensor without memory, because even a
-        # cut into parts would read the bytes of a quantized weight, which is not allowed.
+        # The parts of a mixer's tensors have their own keys. The factory gets a tensor without memory, because it must
+        # not read the bytes of a quantized weight, not even to cut the weight into parts.
         unread = torch.empty(self.sharded.data.shape, device="meta")
         dict_list_map_outplace(lambda part: found.append(part.key), self._build(key, unread))
         return found

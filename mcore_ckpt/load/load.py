@@ -71,10 +71,10 @@ def load_state(
     loaded: Callable[[Manifest, Path | str], None] = lambda manifest, place: None,
     check_extra: Callable[[Mapping[str, Any] | None], object] | None = None,
 ) -> LoadResult:
-    """Loads the newest complete checkpoint, or the one that `step` or `path` names.
+    """Loads the newest complete checkpoint, or the checkpoint that `step` or `path` names.
 
-    If a checkpoint is damaged, all ranks together take the next older one, unless the caller has named a checkpoint or
-    `strict` is set.
+    If a checkpoint is damaged, all ranks together take the next older checkpoint, unless the caller has named a
+    checkpoint or `strict` is set.
 
     Args:
         trainer: this rank's trainer.
@@ -191,8 +191,8 @@ def _check_parts(trainer: Trainer, foreign: Path | None, needed: Sequence[str]) 
     Args:
         trainer: this rank's trainer.
         foreign: the folder of a checkpoint of another program; None for a checkpoint of this package. A checkpoint of
-            another program has no parts. There is only a warning, because a training that moves over from that program
-            has attached its parts already.
+            another program has no parts. Such a load is not refused, and this function only logs a warning, because a
+            training that moves over from that program has attached its parts already.
         needed: the names of the parts that some rank loads and that are not optional.
 
     Raises InvalidArgumentError.
@@ -281,11 +281,11 @@ def _final(
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
-    # The step in `last_resort` is older than the first step that was tried. If the last step that was tried is pinned,
-    # the step in `last_resort` may be newer than that last step.
+    # Do not call the step in `last_resort` older. It is older than the first step that was tried, but if the last step
+    # that was tried is pinned, the step in `last_resort` may be newer than that last step.
     left = f"\n  not tried: {last_resort}" if last_resort else ""
-    # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older checkpoint is
-    # intact and only does not fit.
+    # An older checkpoint is tried only if a newer checkpoint is damaged. So report the damage, even if the older
+    # checkpoint is intact but does not fit.
     after_damage = not is_first and isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
     message = f"{error}. {state}{_newer(skipped)}{left}"
     return CheckpointCorruptError(message) if after_damage else reworded(error, message)
@@ -370,7 +370,7 @@ def _naming(folder: Folder) -> Iterator[None]:
 
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
-    """Restores steps, param groups and scheduler, which are not stored as tensors."""
+    """Restores the optimizer's step numbers and param groups, and the scheduler, which are not stored as tensors."""
     for part, state, keep_main in plan.newly_started:
         part.forget_state_of(state.key, keep_main)
     if plan.common is not None:
@@ -387,7 +387,7 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _make_consistent(trainer: Trainer, always: bool = False) -> None:
-    """Makes the model and the main parameters agree if only one of them was loaded.
+    """Makes the model and the main parameters agree after a load.
 
     All ranks call this function.
 
@@ -402,7 +402,7 @@ def _make_consistent(trainer: Trainer, always: bool = False) -> None:
     if "model" in contents and "optimizer" not in contents and optimizer is not None:
         # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
         optimizer_state.follow_model(optimizer)
-    # For quantized weights, only main parameters are loaded.
+    # A load fills only the main parameters of quantized weights, so make these weights from the main parameters.
     from_mains = always or "model" not in contents or (optimizer is not None and has_quantized(trainer.chunks))
     if from_mains and ("model" in contents or "optimizer" in contents):
         write_weights(trainer.chunks, optimizer)

@@ -72,8 +72,8 @@ class LoadPlan:
             loaded.
         extra_state: the dict that this rank gave to `save`, or None.
         step_parts: the parts of the step that this rank loads (`CheckpointManager.attach`).
-        other_model: the facts that make the live model compute something else than the saved model with the same
-            tensors.
+        other_model: the facts in which the live and the saved model differ, so that the two models compute different
+            results with the same tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
     """
@@ -162,7 +162,7 @@ def plan_load(trainer: Trainer, folder: Folder, loaded_parts: Set[str] = frozens
 
 
 def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
-    """Refuses saved adapters whose alpha differs from the model's, because alpha scales what adapters compute."""
+    """Refuses saved adapters with another alpha than the model's adapters, because alpha scales what they compute."""
     saved, live = manifest.adapters, trainer.adapters
     if "model" in trainer.config.load_contents and saved and live and saved.alpha != live.alpha:
         raise CheckpointMismatchError(
@@ -203,7 +203,7 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator, loaded_parts
     plan = LoadPlan(locator, reader, tuple(model_fills), parts, common, rng, seed, extra, used)
     _check_sizes(reader, plan.fills)
     refuse_rounding(trainer, (fill.rounding for fill in plan.fills))
-    if "extra" in wanted:  # last, because planning the parts may fetch files
+    if "extra" in wanted:  # last, so that a load that is refused fetches no files of parts
         plan = replace(plan, step_parts=plan_step_parts(trainer, reader.folder, reader.manifest, loaded_parts))
     return plan
 

@@ -1,4 +1,4 @@
-"""Plans the fills of quantized weights: through this rank's main parameters, or through values to quantize.
+"""Plans how a load fills quantized weights: through this rank's main parameters, or by quantizing loaded values.
 
 A load fills main parameters. Then megatron does the same as in a step: it quantizes
 (`_copy_main_params_to_model_params` on all ranks, because the ranks agree on the scales), gathers the weights, and

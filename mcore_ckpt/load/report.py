@@ -1,4 +1,4 @@
-"""The report and the result of a load, and its messages in the log."""
+"""The report and the result of a load, and the messages that a load logs."""
 
 from __future__ import annotations
 

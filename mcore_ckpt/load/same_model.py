@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[DifferentFact]:
-    """Returns the facts in which a checkpoint's model and the live one differ, although the tensors fit.
+    """Returns the facts in which a checkpoint's model and the live model differ, although the tensors fit.
 
     Raises CheckpointMismatchError: there are such facts, and the config has `strict_model`.
     """
@@ -35,7 +35,7 @@ def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[Different
 
 
 def warn_of_other_model(trainer: Trainer, folder: Any, found: Sequence[DifferentFact]) -> None:
-    """Logs the different facts on rank 0."""
+    """Logs a warning on rank 0 about the facts in which the two models differ."""
     if not trainer.agreement.is_coordinator:
         return
     if wrong := [each for each in found if not each.may_change]:

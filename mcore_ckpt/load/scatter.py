@@ -8,8 +8,8 @@ on both GPUs, for each pair of ranks. A batch uses the communicator of the group
 `pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before the first batch, because only two
 ranks take part in a batch.
 
-A separate gloo group would need a connection between every two ranks. torch's `scatter` would need the messages for all
-ranks in memory at once.
+A separate gloo group is not used, because it would need a connection between every two ranks. torch's `scatter` is not
+used, because it would need the messages for all ranks in memory at once.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _exchange(operation: dist.P2POp) -> None:
 
 
 def _all_gather(own: int, world_size: int, device: torch.device) -> list[int]:
-    """Returns the number `own` of each rank. With NCCL, this call also makes the group's communicator."""
+    """Returns the value of `own` on each rank. With NCCL, this call also makes the group's communicator."""
     numbers = torch.empty(world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(numbers, torch.tensor([own], device=device))
     return numbers.tolist()

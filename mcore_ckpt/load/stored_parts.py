@@ -188,7 +188,7 @@ NO_PARTS = PartLoads()
 
 
 def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest, loaded: Set[str]) -> PartLoads:
-    """Finds the parts that this rank loads, and reads its share of the files of all parts. Changes nothing.
+    """Finds the parts that this rank loads, and reads this rank's share of all parts' files. Changes nothing.
 
     Args:
         trainer: this rank's trainer.
@@ -250,7 +250,7 @@ def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads, last
         loads.warn_of_left([record["asked"] for record in records])
         return {}
 
-    # The functions are the trainer's, so they run on this thread.
+    # The functions belong to the trainer, so they must run on the trainer's thread, which is this thread.
     loaded = done_here(work)
     decide(agreement, topic, record, combine)
 

@@ -1,4 +1,4 @@
-"""Plans the fill of one tensor from the stored ranges that were located, and says whether its values are rounded."""
+"""Plans the fill of one tensor from the stored ranges that were located, and says whether the fill rounds values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_rounding(trainer: Trainer, roundings: Iterable[str | None]) -> None:
 
 
 def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:
-    """Returns True if every value of one dtype is a value of the other."""
+    """Returns True if every value of the dtype `stored` is also a value of the dtype `kept`."""
     if stored == kept:
         return True
     from_, to = torch.finfo(stored), torch.finfo(kept)

@@ -1,16 +1,16 @@
-"""Reads the names of low-rank adapters' tensors, as Megatron-Bridge's wrappers give them (0.3 to 0.6).
+"""Reads the names that the wrappers of Megatron-Bridge (0.3 to 0.6) give the tensors of low-rank adapters.
 
-A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. Its `state_dict` lists the
-layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
-ROLL trains, has other names for the same tensors. On disk the tensors have Megatron-Bridge's names.
+A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. The wrapper's `state_dict`
+lists the layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT,
+with which ROLL trains, has other names for the same tensors. On disk the tensors have Megatron-Bridge's names.
 
 - Rows that Bridge permutes. With tensor parallelism, a rank's `linear_fc1` has the rank's rows of the gate, and then
-  its rows of up. Bridge (0.3 to 0.6) ignores this order when it describes two tensors: the magnitude of such a layer,
+  its rows of up. Bridge (0.3 to 0.6) ignores this order when it describes two tensors: the magnitude of a `linear_fc1`,
   and the matrix B in CanonicalLoRA's adapters for gate and up. So under another tensor-parallel size, Bridge's own
-  checkpoints come back with these rows in another order. Here `state/model.py` takes the places of these tensors from
-  the weight. Bridge's own `torch_dist` checkpoints with these tensors load only under the saved size, and `merge`
-  refuses these tensors by name. DoRA of row-parallel layers has different magnitudes on the tensor-parallel ranks, so a
-  manager refuses such an adapter.
+  checkpoints come back with these rows in another order. In mcore_ckpt, `state/model.py` takes the places of these
+  tensors from the weight. Bridge's own `torch_dist` checkpoints with these tensors load only under the saved size, and
+  `merge` refuses these tensors by name. DoRA of row-parallel layers has different magnitudes on the tensor-parallel
+  ranks, so a manager refuses such an adapter.
 - Layers that PEFT has wrapped (in ROLL, `mcore_adapter` wraps transformer-engine's layers) have the same adapters under
   other names. `without_peft` translates the names when a live model is read. The regions of A and B follow from the
   layer's weight: B has the rows of the weight, and A its columns. ROLL's own `sharded_state_dict` (2026-08) has entries

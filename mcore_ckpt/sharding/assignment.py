@@ -48,7 +48,7 @@ class PipelineAssignment:
 def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
     """Lays tensors end to end, and cuts the resulting sequence of elements into equal parts.
 
-    Returns, for each part, triples (number of the tensor, start, stop). `start` and `stop` are in elements.
+    Returns, for each part, triples (index of the tensor, start, stop). `start` and `stop` are in elements.
 
     Example:
         >>> even_ranges([3, 0, 5], 2)
@@ -71,7 +71,7 @@ def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, i
 
 
 def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Returns the numbers of the work items that process `rank` does. `sizes` are the sizes of all work items.
+    """Returns the indices of the work items that process `rank` does. `sizes` are the sizes of all work items.
 
     The items are assigned from the largest to the smallest, each to the process with the least work so far. All
     processes compute the same assignment.

@@ -34,10 +34,10 @@ _COLUMN = re.compile(rf"(?:.*\.)?(?:{'|'.join(_COLUMN_LAYERS)})\.(?:weight|bias)
 _ROW = re.compile(r"(?:.*\.)?(?:linear_proj|linear_fc2)\.weight\d*")
 # DotProductAttention and TEDotProductAttention have one softmax offset per attention head.
 _PER_HEAD = re.compile(r"(?:.*\.)?core_attention\.softmax_offset")
-# GatedDeltaNet is a layer's `self_attention`, and MambaMixer a layer's `mixer`. The sections of both have different
-# lengths (`_split_tensor_factory`), which are known only from the model or from the pieces that were saved. Mamba's
-# norm (ExtendedRMSNorm) is cut, because it covers the output of a rank's heads. GatedDeltaNet's norm is not cut,
-# because it covers one head.
+# GatedDeltaNet is a layer's `self_attention`, and MambaMixer a layer's `mixer`. The sections of both mixers have
+# different lengths (`_split_tensor_factory`), which are known only from the model or from the pieces that were saved.
+# Mamba's norm (ExtendedRMSNorm) is cut, because it covers the output of a rank's heads. GatedDeltaNet's norm is not
+# cut, because it covers one head.
 _MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
 _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")

@@ -1,4 +1,4 @@
-"""Positions in the data that can be divided anew when a training goes on with another number of data-parallel ranks.
+"""Defines positions in the data, and divides them anew for another number of data-parallel ranks.
 
 Each rank puts its own position into `extra_state`, where it is stored as plain values: `{MARK: 1, "kind": ..., "state":
 ...}`. A load under the same data-parallel size gives each rank its own position back. A load under another size reads
@@ -29,9 +29,9 @@ _VERSION = 1
 class ShardedPosition:
     """The position of one data-parallel rank in the data.
 
-    After a load, the object can have the positions of all saved ranks.
+    After a load, the object can also have the positions of all saved ranks.
 
-    Make it with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
+    Make a position with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
     `extra_state` that `load` returns contains the position again.
 
     Attributes:
@@ -68,7 +68,7 @@ class ShardedPosition:
 
     @staticmethod
     def of_share(share: SampleShare) -> ShardedPosition:
-        """Returns the position of a rank that has taken its own number of samples.
+        """Returns the position of a rank that may have taken more or fewer samples than the other ranks.
 
         `for_rank` returns a `SampleShare`. Under any sequence of data-parallel sizes, each sample is taken once.
 
@@ -81,8 +81,8 @@ class ShardedPosition:
     def of_streams(offsets: Mapping[str, Any]) -> ShardedPosition:
         """Returns the position of a rank that reads some shards of the data, such as files.
 
-        `for_rank` returns a dict of the same form. Under another size, all shards are sorted by name (`shard_2` before
-        `shard_10`) and dealt to the ranks in turn.
+        `for_rank` returns a dict of the same form as `offsets`. Under another size, all shards are sorted by name
+        (`shard_2` before `shard_10`) and dealt to the ranks in turn.
 
         Args:
             offsets: the rank's place in each of its shards, including shards that it has not begun or has finished.
@@ -95,9 +95,9 @@ class ShardedPosition:
     def of_dataloader(state: Mapping[str, Any]) -> ShardedPosition:
         """Returns the position of torchdata's `StatefulDataLoader`.
 
-        `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
-        loaders of all ranks are at the end of an epoch. In this case, begin the next epoch without a state. Otherwise
-        `for_rank` raises an error, because the state of the loader's own sampler cannot be divided.
+        `for_rank` returns the state under the same data-parallel size. Under another size, `for_rank` returns None if
+        the loaders of all ranks are at the end of an epoch. In this case, begin the next epoch without a state.
+        Otherwise `for_rank` raises an error, because the state of the loader's own sampler cannot be divided.
 
         Args:
             state: what `loader.state_dict()` returns (torchdata 0.11).
@@ -110,9 +110,9 @@ class ShardedPosition:
     ) -> ShardedPosition:
         """Returns the position of Megatron-Energon's loader, as `integrations.energon.position_of` makes it.
 
-        `for_rank` returns a dict with these values. Under another data-parallel size, the workers of all ranks are put
-        together in order and divided, as `energon checkpoint redist` (7.4) does. So the total number of workers stays
-        the same, and must be divisible by the new number of ranks.
+        `for_rank` returns a dict of these four arguments. Under another data-parallel size, the workers of all ranks
+        are put together in order and divided, as `energon checkpoint redist` (7.4) does. So the total number of workers
+        stays the same, and must be divisible by the new number of ranks.
 
         Args:
             workers: the states of the rank's workers, as plain values.
@@ -127,7 +127,7 @@ class ShardedPosition:
     def record(self) -> dict[str, Any]:
         """The form in which the position is stored.
 
-        After a load under another size, it has the positions of all saved ranks.
+        After a load under another size, the record has the positions of all saved ranks.
         """
         ranks = {} if self.states is None else {"ranks": list(self.states)}
         return {MARK: _VERSION, "kind": self.kind, "state": self.state, **ranks}

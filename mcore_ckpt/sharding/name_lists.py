@@ -1,4 +1,4 @@
-"""Short lists of tensor names, in which a range stands for the numbers of layers and experts.
+"""Makes and reads short lists of tensor names, in which ranges stand for the numbers of layers and experts.
 
 `decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes a list of
 about twenty entries, whichever tensors a rank owns. Each number of a name can be a range, and an entry stands for all
@@ -32,9 +32,11 @@ _MOST_NAMES = 1 << 24
 _NONE = "0"
 
 Numbers = tuple[int, ...]
-# Names by their pattern and by their numbers except the last. Each value is the set of the last numbers of these names.
+# Names by their pattern and by all their numbers except the last number. Each value is the set of the last numbers of
+# these names.
 _Found = dict[str, dict[Numbers, set[int]]]
-# Entries by their pattern and by their ranges except the last. Each value maps these entries to their last ranges.
+# Entries by their pattern and by all their ranges except the last range. Each value maps these entries to their last
+# ranges.
 _Alike = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 Ranges = tuple[tuple[int, int], ...]
 
@@ -91,7 +93,7 @@ class OrderedNames:
             }
             for pattern, rows in found.items()
         }
-        # Arrays, because Python's garbage collector need not look into them.
+        # Use arrays, because Python's garbage collector need not look into arrays.
         self._positions: dict[str, array[int]] = {}
         for (pattern, firsts), entries in alike.items():
             in_rows = [places[pattern][before] for before in product(*map(_numbers, firsts))]
@@ -125,7 +127,7 @@ class NameLists:
                     self._in_ranges.setdefault(pattern, []).append((ranges, number))
 
     def lists_with(self, name: str) -> set[int]:
-        """Returns the numbers of the lists that have a name."""
+        """Returns the indices of the lists that contain a name."""
         pattern, numbers = _split(name)
         found = set(self._exact.get((pattern, numbers), ()))
         found.update(n for ranges, n in self._in_ranges.get(pattern, ()) if all(map(_has, ranges, numbers)))

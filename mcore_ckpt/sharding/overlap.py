@@ -38,7 +38,7 @@ class Overlap:
     """The copies that make up a wanted region.
 
     Attributes:
-        rows: pairs (number of a stored region, rows of this region), sorted by destination.
+        rows: pairs (index of a stored region, rows of this region), sorted by destination.
         missing: how many wanted elements lie within the stored global shape, but in none of the stored regions.
         outside: how many wanted elements lie beyond the stored global shape.
     """

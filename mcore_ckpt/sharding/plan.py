@@ -41,9 +41,9 @@ class Coding:
             scale, int16 with upper halves.
         scale: the kind of the shard that holds the factor of all elements, one float32. That shard is of the same
             tensor, and in the same file.
-        upper: the kind of the shard of the same tensor that has the upper 16 bits of each value, as bfloat16. The
-            value's bits are `(upper << 16) + stored`, where `stored` is signed. Upper halves of the kind MODEL are in
-            the model's files.
+        upper: the kind of the shard that holds the upper 16 bits of each value, as bfloat16. That shard is of the same
+            tensor. The value's bits are `(upper << 16) + stored`, where `stored` is signed. Upper halves of the kind
+            MODEL are in the model's files.
     """
 
     dtype: str

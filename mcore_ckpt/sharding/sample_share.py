@@ -20,8 +20,7 @@ _MOST_LEFT = 1 << 20
 class SampleShare:
     """The samples that one data-parallel rank takes, in order. A new training begins with `SampleShare(rank, size)`.
 
-    The numbers of samples begin at 0 and go on over epochs: in a data set of n samples, sample s is element s % n of
-    epoch s // n.
+    Samples are numbered from 0 on, across epochs. If there are n samples, sample s is element s % n of epoch s // n.
 
     Attributes:
         rank, size: the data-parallel rank and size.
@@ -62,7 +61,7 @@ class SampleShare:
 
 
 def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleShare:
-    """Divides the samples that are left among another number of ranks.
+    """Divides the remaining samples among another number of ranks, and returns the share of the new rank.
 
     Args:
         shares: the shares of all ranks, in order.

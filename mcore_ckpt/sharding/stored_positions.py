@@ -65,7 +65,7 @@ def states_at(keys: Keys, by_rank: Sequence[Mapping[str, Any] | None]) -> tuple[
         keys: the keys that lead to the position in `extra_state`.
         by_rank: the `extra_state` of each data-parallel rank; None if the rank has none.
 
-    Raises CheckpointMismatchError if a rank has no position there, or has a position of another kind.
+    Raises CheckpointMismatchError if a rank has no position at these keys, or a position of another kind.
     """
     records = [_at(keys, extra) for extra in by_rank]
     kinds = [record and record["kind"] for record in records]

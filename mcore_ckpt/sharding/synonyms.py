@@ -70,7 +70,7 @@ def canonical(name: str) -> str:
 
 
 def synonyms(name: str) -> Iterator[str]:
-    """Yields the global, canonical name itself, and then the names of the same tensor under other layer specs.
+    """Yields `name`, a global canonical name, and then the names of the same tensor under other layer specs.
 
     Example:
         >>> list(synonyms("decoder.layers.3.mlp.linear_fc1.layer_norm_weight"))[1]

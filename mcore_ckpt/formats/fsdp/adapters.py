@@ -41,9 +41,9 @@ def adapter_name_of(name: str) -> tuple[str, str] | None:
 def other_adapters(names: Sequence[str]) -> list[str]:
     """Returns the names of a file's tensors that come from PEFT, but not from LoRA, DoRA or `modules_to_save`.
 
-    There are too many kinds of adapters to list the names of their tensors. Three habits of PEFT show such tensors:
-    PEFT keeps the replaced module of the base model (`base_layer`, `original_module`), adds tensors outside of the
-    model, and puts the adapter's name into the names of the adapter's tensors.
+    There are too many kinds of adapters to list the names of their tensors. Three habits of PEFT show which tensors
+    come from PEFT: PEFT keeps the replaced module of the base model (`base_layer`, `original_module`), adds tensors
+    outside of the model, and puts the adapter's name into the names of the adapter's tensors.
 
     Example:
         >>> other_adapters(["a.base_layer.weight", "a.lora_A.default.weight", "a.oft_R.default.weight", "b.weight"])

@@ -29,7 +29,7 @@ class DTensorPlacement:
     axes: tuple[int | None, ...]
 
     def region(self, shape: Shape, rank: int) -> Region:
-        """Returns the region that a rank of the mesh has of a tensor of global `shape`.
+        """Returns the region of a tensor of global `shape` that a rank of the mesh has.
 
         The result agrees with `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last
         chunks can be shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the

@@ -56,7 +56,7 @@ _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 
 _MOST_RANKS = 1_000_000
 _MOST_LAYERS = 10_000
-# The names that nearly every transformers model gives the two weights that have a row for each token.
+# The two weights that have a row for each token, by the names that nearly every transformers model uses.
 _OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -101,8 +101,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
     """Describes the model of a config, as `model_from_config` does, but accepts an architecture without a table.
 
     FSDP shards already are HuggingFace's tensors, so no table is needed to read them. For an architecture without a
-    table, the only known facts are those in the config: whether the embeddings are tied, and whether the model is a
-    value model.
+    table, the facts come only from the config: whether the embeddings are tied, and whether the model is a value model.
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized

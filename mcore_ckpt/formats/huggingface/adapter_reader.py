@@ -112,7 +112,7 @@ def _base_config(folder: Path, adapter: Mapping[str, Any], base: Path | None) ->
 
 
 def effective_alpha(adapter: Mapping[str, Any], path: Path) -> float:
-    """Returns the alpha with which an adapter of rank r is scaled by alpha / r.
+    """Returns the number alpha for which alpha / r is the scale of an adapter of rank r.
 
     Raises CheckpointCorruptError: `adapter_config.json` lacks the alpha or the rank.
     """

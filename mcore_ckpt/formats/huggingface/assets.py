@@ -167,8 +167,8 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     }
 
 
-# transformers 5 keeps the first four fields in `rope_parameters` and `dtype`. `auto_map` names files of code, which a
-# trainer may leave out on purpose.
+# Fields that are not taken from the source. transformers 5 keeps the first four fields in `rope_parameters` and
+# `dtype`. `auto_map` names files of code, which a trainer may leave out on purpose.
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 
@@ -248,7 +248,7 @@ def _move(path: Path, target: Path) -> Path:
 def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
     """Rewrites a `tokenizer_config.json` of transformers 5 so that transformers 4 can read it, too.
 
-    A file of transformers 4 stays as it is, because transformers 5 can read it. AutoTokenizer of 4.57 fails on a file
+    A file of transformers 4 stays unchanged, because transformers 5 can read it. AutoTokenizer of 4.57 fails on a file
     of transformers 5, because 4.57 has no class TokenizersBackend and expects extra_special_tokens to be a mapping.
     transformers 5 knows TokenizersBackend also as PreTrainedTokenizerFast (tokenization_utils_tokenizers, 5.23), and
     also reads the list of extra_special_tokens from additional_special_tokens
@@ -270,7 +270,7 @@ def write_config(
     quantization: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes the `config.json` that belongs to the weights, durably. An existing file is replaced.
+    """Durably writes the `config.json` that belongs to the weights. An existing file is replaced.
 
     See `config_of_weights` for the contents. `quantization` is the `quantization_config` of quantized weights, and
     `more` are fields to add.

@@ -1,4 +1,4 @@
-"""Reads the weights of old HuggingFace folders, which `torch.save` has written: `pytorch_model*.bin`."""
+"""Reads the weights that `torch.save` has written into old HuggingFace folders: `pytorch_model*.bin`."""
 
 from __future__ import annotations
 

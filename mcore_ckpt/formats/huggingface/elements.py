@@ -134,7 +134,7 @@ def _adapted(
 
     The caller rounds the values once, when it copies them.
 
-    All rows at once would need several times the memory of the weight.
+    Computing all rows at once would need several times the memory of the weight.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a = a.view(adapter.rank, adapter.columns).to(dtype)

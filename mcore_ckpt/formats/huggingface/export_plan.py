@@ -65,7 +65,7 @@ class FileTensor:
     """A tensor in a planned file.
 
     Attributes:
-        tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
+        tensor: the tensor's name, shape and slabs. In each slab, `mcore` is the name of the source's tensor.
         quantized: which part of the quantized tensor the file has: codes or scales. None if the file has the tensor's
             values.
     """
@@ -211,7 +211,7 @@ def plan_tensors(
     """Plans files with the given HuggingFace tensors, for example the tensors of a source with HuggingFace names.
 
     Args:
-        wanted: the tensors to write. `mcore` in their slabs is the tensor's name in the source.
+        wanted: the tensors to write. In each of their slabs, `mcore` is the name of the source's tensor.
         tensors: the tensors of the source by name.
         dtype, max_shard_bytes, least_files, blocks: as in `plan_export`.
         has_mtp: True if the tensors include layers of multi-token prediction.
@@ -269,7 +269,8 @@ def _resolve(
     Returns the names, and the tensors of the source that are left out.
     """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    # If only one of the source and `model` is a HybridModel, equal parts have different layer numbers in the two.
+    # If only one of the source and `model` is a HybridModel, equal parts have different layer numbers in the source and
+    # in `model`.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
     why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}

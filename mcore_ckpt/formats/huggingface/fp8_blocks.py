@@ -88,7 +88,8 @@ class Fp8Blocks:
     def takes(self, tensor: HfTensor) -> bool:
         """Returns True if an export in this form quantizes a tensor.
 
-        Raises UnsupportedError for experts that are stacked in one tensor, because no published model has such a form.
+        Raises UnsupportedError for experts that are stacked in one tensor, because no published model has quantized
+        experts in this form.
         """
         if len(tensor.shape) == 3 and ".experts." in tensor.name:
             raise UnsupportedError(
@@ -128,7 +129,7 @@ class Fp8Blocks:
     def quantize(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantizes whole blocks of a weight.
 
-        The largest value of a block gets the largest code.
+        The beginning of this module says which code the largest value of a block gets.
 
         Args:
             values: a matrix of any floating-point dtype. Its first element is the first element of a block.

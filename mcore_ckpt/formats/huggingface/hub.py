@@ -53,7 +53,8 @@ everything but the weights, and "all" is everything."""
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # The suffixes of files that a model may need to work: configuration, tokenizer, code. It is an error if the cache lacks
-# such a file and asking the hub is not allowed. If any other asset is missing, there is only a warning.
+# a file with one of these suffixes and asking the hub is not allowed. If any other asset is missing, there is only a
+# warning.
 _NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
@@ -224,7 +225,7 @@ class _HubFiles:
             raise CheckpointNotFoundError(_incomplete(self.model, lacks))
 
     def _download(self, revision: str | None, wanted: Sequence[str], left_out: Sequence[str], lacks: str = "") -> Path:
-        """Downloads files.
+        """Downloads files, and returns the model's folder in the cache.
 
         `lacks` says, for messages, which files are missing in a cache that has other files of the model.
         """

@@ -92,7 +92,7 @@ def read_contents(folder: Path) -> FolderContents:
 
 
 def spelled_by_table(config: HfConfig, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-    """Returns tensors by the names in the table of their architecture. Unknown names stay as they are.
+    """Returns tensors by the names that their architecture's table uses. Unknown names stay unchanged.
 
     Versions of transformers spell the names of some architectures in different ways (`Table.spellings`).
     """

@@ -1,4 +1,4 @@
-"""Finds the assets in a HuggingFace model's folder that are to be kept, and copies them unchanged.
+"""Finds the assets to keep in a HuggingFace model's folder, and copies them unchanged.
 
 Merges, conversions and saves copy all files of the folder and its subfolders, except files that the lists below name.
 So unknown kinds of files are kept. The report of a merge or conversion names the files that are left out.

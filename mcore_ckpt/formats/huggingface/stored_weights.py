@@ -4,10 +4,10 @@ Only the codes of the wanted elements and the scales of their blocks are read, a
 
 One formula serves all forms: the value of the code times the scale of its block is computed in float32, and rounded
 once to the dtype of the model. In the form `compressed-tensors`, the product is first rounded to the dtype of the
-scales, as that library does. So the values equal the values in transformers bit for bit. transformers refuses tensors
-with smaller blocks at the end, but this module reads such tensors. C++ computes the product (`csrc/dequantize.cpp`)
-with a table of 256 values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a
-tenth of what the disk delivers.
+scales, as the library of this name does. So the values equal the values in transformers bit for bit. transformers
+refuses tensors with smaller blocks at the end, but this module reads such tensors. C++ computes the product
+(`csrc/dequantize.cpp`) with a table of 256 values for each block, because torch converts only 0.2 billion float8
+numbers a second to float32, a tenth of what the disk delivers.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Part:
         matrix: the number of the matrix in the tensor.
         rows, columns: the number of the first row or column, and the number after the last.
         destination: the element of `memory` that gets the first value.
-        stride: the elements of `memory` from one row of values to the next.
+        stride: the distance between two rows of values in `memory`, in elements.
     """
 
     tensor: QuantizedTensor

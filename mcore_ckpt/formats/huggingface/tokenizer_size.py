@@ -17,7 +17,7 @@ from mcore_ckpt.io.files import linked_file, read_small
 
 
 def tokens_in(folder: Path) -> int | None:
-    """Returns the largest number of a token plus 1; None if the folder has no file that lists tokens.
+    """Returns the largest token number plus 1; None if the folder has no file that lists tokens.
 
     Added tokens count, too. Files that cannot be read are skipped, because only the tokenizer itself needs them.
     """

@@ -41,7 +41,7 @@ def write_weights(
     """Writes some of the planned files, durably.
 
     The function needs two buffers of STREAM_BYTES, the reader's memory, and memory for the tensors of one batch that
-    are converted to other values or another dtype. This memory does not grow with the size of the files.
+    are converted to other values or another dtype. The total does not grow with the size of the files.
 
     Args:
         numbers: the indices, in `plan.files`, of the files to write.
@@ -71,7 +71,7 @@ def write_weights(
 
 
 def write_index(plan: ExportPlan, folder: Path) -> WrittenFile | None:
-    """Writes the index, which lists the file of each tensor, durably. A single file needs no index.
+    """Durably writes the index, which lists the file of each tensor. A single file needs no index.
 
     Returns None if no index is written. Raises OSError if the index cannot be written.
     """

@@ -159,7 +159,7 @@ class FileWrite:
         offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
             `head` are directly before this offset.
         ready: pairs `(file offset, event)`. Once the event has happened, all bytes before the file offset are in
-            `buffer`. Empty if all bytes are there already.
+            `buffer`. Empty if all bytes are in `buffer` already.
     """
 
     plan: FilePlan
@@ -184,7 +184,7 @@ class FileWrite:
 
 
 def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> FilePlan:
-    """Plans a file for world rank `rank`, one of the ranks that can write it.
+    """Plans a file for world rank `rank`, which is one of the ranks that can write the file.
 
     Raises:
         ValueError: the tensors are not listed in the order of the file's nested dict.

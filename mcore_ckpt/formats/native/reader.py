@@ -1,4 +1,4 @@
-"""Reads the bytes of the tensors in a native checkpoint. `stored_tensors.py` finds them."""
+"""Reads the bytes of the tensors in a native checkpoint. `stored_tensors.py` finds the tensors."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class BlockRun:
 
     @property
     def in_file(self) -> tuple[int, int]:
-        """The run's first byte in the file, and the byte after its last one."""
+        """The run's first byte in the file, and the byte after the run's last byte."""
         return self.read.stored.offset + self.start, self.read.stored.offset + self.stop
 
 
@@ -280,7 +280,7 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
         else:
             runs.append((first, last))
-        # Skip, in one step, all rows that end in these blocks, because there can be millions of such rows.
+        # Do not visit the rows that end in these blocks, because there can be millions of these rows.
         ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
         number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
     return runs

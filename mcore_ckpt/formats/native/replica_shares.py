@@ -2,10 +2,10 @@
 
 `save/file_contents.py` (`_with_writers`) chooses the candidate ranks.
 
-A writer may have one tensor more than its fair part. With many replicas and few large tensors, this slows a save: with
-64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding writes
-263 MB instead of 38. Such a tensor is not divided. The replicas' copies of it may differ, and to find out, the
-second replica would have to read its whole copy at each save.
+A writer may have one tensor more than its fair part. With many replicas and few large tensors, this excess slows a
+save: with 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's
+embedding writes 263 MB instead of 38 MB. Such a tensor is not divided, because the replicas' copies of the tensor may
+differ. To find out, the second replica would have to read its whole copy at each save.
 
 Each tensor comes from one replica, because replicas may have drifted apart: a mixture of two replicas' bytes would
 equal neither replica's tensor. So a range begins at the first page boundary after the beginning of a tensor. The writer

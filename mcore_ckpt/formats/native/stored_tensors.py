@@ -164,7 +164,7 @@ class StoredTensors:
         Returns None if no such shard is stored, although other shards of the key have bound state.
         """
         if self.manifest.format_version < _BOUND_VERSION:
-            return {}  # known without reading the indexes of all ranks
+            return {}  # older formats have no bound state, so no index need be read
         for file in self.files(key):
             opened = self._open(file, key.name)
             if opened.bound_state.get(key) and opened.region(key) == region:

@@ -102,7 +102,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """Everything that one folder of `dist_checkpointing` is to hold.
+    """Everything that one folder of `dist_checkpointing` will hold.
 
     Attributes:
         files: the slices of each file.

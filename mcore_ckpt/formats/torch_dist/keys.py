@@ -105,6 +105,7 @@ class Keys:
         if match := _IN_TOWER.fullmatch(name):
             module, _, kind = match[3].rpartition(".")
             # transformer-engine's spec fuses these norms, and the local spec does not rename them (`vit_layer_specs`).
+            # So each of these norms has two names.
             fused = _TOWER_NORMS.get(module)
             return (name,) if fused is None else (name, f"{match[1]}{match[2]}.{fused}.layer_norm_{kind}")
         match = _IN_LAYER.fullmatch(name)
@@ -115,19 +116,22 @@ class Keys:
         module, _, kind = rest.rpartition(".")
         if self._is_hybrid and module in _HYBRID_NORMS:
             # megatron's only spec for HybridModel uses transformer-engine, and fuses the norms of layers without
-            # experts. A spec of local layers would not fuse these norms.
+            # experts. A spec of local layers would not fuse these norms. So the norm of a layer without experts has two
+            # names.
             return (name,) if is_moe else (name, f"{layer}{_HYBRID_NORMS[module]}.layer_norm_{kind}")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
-            # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).
+            # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`), so the norm has
+            # only the fused name.
             return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
         if module == "input_layernorm" and not is_latent:
             # transformer-engine's spec fuses the norm, and the local spec renames the norm
-            # (`sharded_state_dict_keys_map`).
+            # (`sharded_state_dict_keys_map`). So both specs use one name.
             return (f"{layer}self_attention.linear_qkv.layer_norm_{kind}",)
         if module == "pre_mlp_layernorm":
             fused = f"{layer}mlp.linear_fc1.layer_norm_{kind}"
             if is_latent:
-                # The local spec does not rename this norm.
+                # The local spec does not rename this norm, so the norm has two names if transformer-engine's spec fuses
+                # it.
                 return (name,) if is_moe else (name, fused)
             return (name, fused) if is_moe else (fused,)
         if is_latent and module in ("self_attention.q_layernorm", "self_attention.kv_layernorm"):

@@ -42,7 +42,8 @@ _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second name.
 MAIN_NAMES = (PARAM, "fp32_param")
 # The name of the parameters that HybridDeviceOptimizer updates. After a load by megatron, such a parameter can differ
-# from the stored main parameter, which is only a copy.
+# from the stored main parameter, which is only a copy. So `_Buckets` reads the parameter that HybridDeviceOptimizer
+# updates.
 _INNER = "master_param"
 # The settings of param groups that show the kind of an optimizer. Adam has `betas` and `eps`, Lion only `betas`, Muon
 # has `momentum`. The other settings belong to SGD, AdaptiveMuon and SOAP.
@@ -99,8 +100,8 @@ def _saved_parts(path: Path, saved: Any) -> list[Stored]:
         raise CheckpointMismatchError(
             f"{path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
         )
-    # FP32Optimizer stores the state of its inner optimizer directly. Our conversion (`for_trainers`) writes both
-    # forms.
+    # FP32Optimizer stores the state of its inner optimizer directly, so this state is wrapped here as other optimizers
+    # wrap theirs. Our conversion (`for_trainers`) writes both forms into one dict, which is used unchanged.
     return [saved if "param_groups" not in saved or "optimizer" in saved else {"optimizer": saved}]
 
 
@@ -159,7 +160,8 @@ class _Parameters:
             # Rows that pad the vocabulary need not be stored. In rows that are not stored, main parameters start from
             # the weights, and moments start at zero.
             whole = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
-            # An fp32 weight can be its own main parameter, and then no main parameter is stored.
+            # An fp32 weight can be its own main parameter, and then no main parameter is stored. In this case the
+            # weight is used.
             if name is not None or kind != PARAM or weight.dtype != torch.float32:
                 whole = tensor.fill(name or names[0], whole, self.keys.read)
             found[kind] = whole.reshape(-1)[owned.start : owned.stop].clone()

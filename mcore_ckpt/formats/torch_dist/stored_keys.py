@@ -1,9 +1,9 @@
-"""Finds the keys of a torch_dist checkpoint whose layers have other numbers than the live model's layers.
+"""Finds the keys of tensors in a torch_dist checkpoint that numbers its layers differently from the live model.
 
-A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
-their layers differently (`sharding/counterparts.py`). Only GPTModel stores one tensor, with an axis of layers, for all
-layers that have the same structure. megatron-core 0.19 itself can load only a GPTModel's checkpoint into a HybridModel
-(`gpt_checkpoint_interop.py`), and only without multi-token prediction.
+A GPTModel's checkpoint fits a HybridModel that runs the same parts, and a HybridModel's checkpoint fits such a
+GPTModel. The two models number their layers differently (`sharding/counterparts.py`). Only GPTModel stores one tensor,
+with an axis of layers, for all layers that have the same structure. megatron-core 0.19 itself can load only a
+GPTModel's checkpoint into a HybridModel (`gpt_checkpoint_interop.py`), and only without multi-token prediction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class StoredKeys:
         layers: all layers of the live model.
 
     Attributes:
-        layer_mismatch: why the layers of the checkpoint and of the model cannot be matched; None if they can.
+        layer_mismatch: why the layers of the checkpoint and of the model cannot be matched; None if they can be
+            matched.
         are_other_layers: True if the checkpoint has the model's parts in layers with other numbers.
     """
 

@@ -43,7 +43,7 @@ class TorchDistWriter:
     """Writes a folder for `dist_checkpointing.load`; implements `formats.contract.CheckpointWriter`.
 
     Attributes:
-        contents: everything that the folder is to hold.
+        contents: everything that the folder will hold.
         read: a function that returns the elements of a slice as a tensor of the shape `Slice.sizes`. Two threads call
             this function.
         place: the folder that `read` reads from, for messages.

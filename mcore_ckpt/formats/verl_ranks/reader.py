@@ -68,8 +68,8 @@ def open_verl_ranks(
 
     Args:
         expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
-            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show how the down-projections
-            of latent attention are cut, or experts that have their own tensor-parallel size.
+            tensor's synonyms. The shapes show how the tensors are cut. Names alone do not show how down-projections of
+            latent attention are cut, or how experts with a separate tensor-parallel size are cut.
         sections: the sections (see `Cut`) of tensors that have sections. Gate and up need not be listed, because the
             shape shows that they are fused.
 
@@ -192,7 +192,7 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
     """Groups the ranks' tensors by global name.
 
-    Keeps an expert's tensor of every rank, and any other tensor only once for each tensor-parallel rank.
+    Keeps a part from every rank for an expert's tensor, and one part per tensor-parallel rank for any other tensor.
     """
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):

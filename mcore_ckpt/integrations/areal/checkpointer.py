@@ -38,8 +38,8 @@ def _place(local_path: str | Path) -> _Place:
     step = parse_step(path.parent.name)
     if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
-    # A folder that is not part of a step gets the step number 0, because SaveLoadMeta has no number. The save commits
-    # this folder in the same way, but no listing of steps contains it.
+    # A folder that is not part of a step gets the step number 0, because SaveLoadMeta has no number. A save commits the
+    # folder in the same way as a role of a step, but no listing of steps contains the folder.
     return _Place(path, path.parent, SINGLE_ROLE, 0)
 
 
@@ -96,7 +96,7 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Saves into exactly this folder. With `async_save` the commit follows some time after this method returns.
+        """Saves into exactly `local_path`. With `async_save` the commit follows some time after this method returns.
 
         Raises:
             CheckpointError: see `CheckpointManager.save`. An older checkpoint in this folder stays.
@@ -115,7 +115,7 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Loads exactly this folder. The LR scheduler is loaded together with the optimizer.
+        """Loads exactly the folder `local_path`. The LR scheduler is loaded together with the optimizer.
 
         The checkpoint may have been saved under another parallel layout. AReaL's own `torch_dist` folders can be
         loaded, too.
@@ -130,7 +130,7 @@ class Checkpointer:
             loader.load(path=place.path)
 
     def export(self, path: str | Path, processing_class: Any = None, wait: bool = True) -> None:
-        """Writes the model in HuggingFace's format into exactly this folder, which appears once it is complete.
+        """Writes the model in HuggingFace's format into exactly the folder `path`, which appears once it is complete.
 
         Args:
             path: the folder. An existing folder is replaced.
@@ -155,7 +155,7 @@ class Checkpointer:
             self._end_export()
 
     def wait_async_saves(self) -> None:
-        """Waits until no save and no export is under way. Every rank calls it.
+        """Waits until no save and no export is under way. Every rank calls this method.
 
         Raises CheckpointError: a save or an export failed, and no earlier call has raised its error.
         """
@@ -163,7 +163,7 @@ class Checkpointer:
         self._saving.wait()
 
     def close(self) -> None:
-        """Waits for saves and exports that are under way, and frees their host memory. It may be called more than once.
+        """Waits for saves and exports that are under way, and frees their host memory. Further calls do nothing.
 
         Raises CheckpointError: see `wait_async_saves`.
         """

@@ -27,8 +27,8 @@ _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)
 
-# A value of `SaveLoadMeta.weight_format`. Our Saver requests an async export with it, because no other field reaches
-# workers in other processes.
+# A value of `SaveLoadMeta.weight_format`. Our Saver requests an async export with this value, because no other field
+# reaches workers in other processes.
 HF_ASYNC = "hf_async"
 
 

@@ -1,4 +1,4 @@
-"""Replaces AReaL's Evaluator (1.0.4). A schedule of this package takes the place of its timer, as in `saver.py`."""
+"""Replaces AReaL's Evaluator (1.0.4). A schedule of this package replaces the Evaluator's timer, as in `saver.py`."""
 
 from __future__ import annotations
 

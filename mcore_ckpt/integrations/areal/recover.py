@@ -41,7 +41,8 @@ class RecoverHandler(areal.RecoverHandler):
     This class has the configuration and the methods of AReaL's RecoverHandler.
 
     Args:
-        config: AReaL's configuration. After a restart, the frequencies in this configuration apply, not the saved ones.
+        config: AReaL's configuration. After a restart, the frequencies in this configuration apply, not the saved
+            frequencies.
         ft_spec: AReaL's FinetuneSpec.
         keep: how many complete steps stay on disk. With 2 or more, `load` can skip a damaged step.
         others: further engines for `load` to load. AReaL's PPOTrainer saves its critic, but passes only its actor to
@@ -156,8 +157,9 @@ class RecoverHandler(areal.RecoverHandler):
         no step was ever completed here (`RecoverySteps.find`).
 
         Raises:
-            CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing was loaded.
-            CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
+            CheckpointNotFoundError: there are steps, but none is complete. The message lists the steps. Nothing was
+                loaded.
+            CheckpointCorruptError: no step can be loaded. The message gives the reason for each step.
             CheckpointMismatchError: a step is intact, but belongs to another model; or its data position belongs to
                 another data-parallel size (`data_begins_anew`). In the second case nothing was loaded.
         """
@@ -235,7 +237,7 @@ class RecoverHandler(areal.RecoverHandler):
             engine.load(self._to_load(step.role_dir(name)))
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # errors of engines in other processes arrive as text
+        except Exception as error:  # errors of engines in other processes arrive as text, without their type
             raise CheckpointError(
                 f"{step.role_dir(name)}: the engine could not load this checkpoint: {error}. To continue from an older "
                 f"step, move {step.path.name} out of {step.path.parent}"

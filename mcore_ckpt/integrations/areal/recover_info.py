@@ -43,9 +43,9 @@ class Place:
     """Where a rank that runs the trainer stands. AReaL's single controller, if used, is the only such rank.
 
     Attributes:
-        rank, world: its number among the ranks that run the trainer, and how many such ranks there are.
-        dp, size: its data-parallel rank, and how many data-parallel ranks there are. Each data-parallel rank reads
-            other samples.
+        rank, world: the rank's number among the ranks that run the trainer, and how many such ranks there are.
+        dp, size: the rank's data-parallel rank, and how many data-parallel ranks there are. Each data-parallel rank
+            reads other samples.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Progress:
 
     Attributes:
         step: the fields of AReaL's StepInfo.
-        saver, evaluator, stats_logger: the states of these objects, as JSON values.
+        saver, evaluator, stats_logger: the states of AReaL's objects with these names, as JSON values.
         checkpoint: the state of the schedule that says when to save next, as JSON values.
         dataloader: the state of this rank's data loader: plain values and tensors. After a load, None if the loader
             begins an epoch.
@@ -109,7 +109,9 @@ def write(
     before: Callable[[], object],
     may_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Commits `recover_info` of a step. Every rank calls it. The step is complete once its engines are committed, too.
+    """Commits `recover_info` of a step. The step is complete once its engines are committed, too.
+
+    Every rank calls this function.
 
     Args:
         agreement: connects this rank with the other ranks that write `recover_info`.
@@ -118,7 +120,8 @@ def write(
         read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
             rank, all ranks raise.
         before: a function that rank 0 calls before anything is written. If the function raises, nothing is committed.
-        may_commit: a function that rank 0 calls right before the commit. If it raises, nothing is committed.
+        may_commit: a function that rank 0 calls right before the commit. If the function raises, nothing is
+            committed.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -188,7 +191,7 @@ def _dataloader(role: RoleReader, place: Place, begins_anew: bool) -> Any:
     files = [record.path for record in role.manifest.files if record.path.startswith(_DATALOADER)]
     own_first = sorted(range(world), key=lambda saved: saved != place.rank)
     wanted = [dataloader_file(rank, world, place.dp, place.size) for rank in own_first]
-    # The names of older files do not have the place.
+    # Also look for the names of older files, which do not have the place.
     wanted += [f"{_DATALOADER}_{rank:05d}.pt" for rank in own_first]
     for name in filter(set(files).__contains__, wanted):
         values, path = _values(role, name), role.role_dir / name

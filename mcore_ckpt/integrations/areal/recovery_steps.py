@@ -70,8 +70,8 @@ class RecoverySteps:
 
     Attributes:
         agreement: connects this rank with the other ranks that run the trainer.
-        current: the step that this training last saved or recovered from; None at the beginning. The caller sets it
-            once all of the step's engines have been loaded, or all have been saved.
+        current: the step that this training last saved or recovered from; None at the beginning. The caller sets
+            `current` once all engines of the step have been loaded or saved.
     """
 
     def __init__(self, root: Path, keep: int, timeout_s: float, shared: bool | None = None) -> None:
@@ -85,7 +85,7 @@ class RecoverySteps:
         self.current: int | None = None
 
     def find(self, roles: Sequence[str]) -> list[RecoveryStep]:
-        """Returns the complete steps that have these engines, the newest first; [] if no save was ever completed.
+        """Returns the complete steps that have the engines `roles`, the newest first; [] if no save was ever completed.
 
         Raises CheckpointNotFoundError: there are or were steps, but none is complete with these engines. The message
         lists the steps.
@@ -100,11 +100,11 @@ class RecoverySteps:
         return [RecoveryStep(step, Path(path)) for step, path in found["steps"]]
 
     def open(self, step: int, read_progress: Callable[[], Progress], roles: Sequence[str]) -> RecoveryStep:
-        """Commits recover_info of a step. The step is complete once these engines are committed to it, too.
+        """Commits recover_info of a step. The step is complete once the engines `roles` are committed, too.
 
         Raises:
             CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the
-                steps of two runs would mix; or the step is older than the current one; or the step is pinned. Nothing
+                steps of two runs would mix; or the step is older than `current`; or the step is pinned. Nothing
                 was saved.
             CommitError, UnsupportedError: recover_info could not be saved. Earlier steps stay complete.
         """
@@ -114,7 +114,7 @@ class RecoverySteps:
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Logs errors of the disk, and never raises them."""
+        """Deletes old steps if the current step is complete. Errors of the disk are logged, not raised."""
         if self.agreement.is_coordinator and (current := self.current) is not None:
             try:
                 self.agreement.runner.run(lambda: self._delete_old(current))
@@ -166,7 +166,7 @@ class RecoverySteps:
         self._copy_step_file(step)
 
     def _copy_step_file(self, step: int) -> None:
-        """Copies the step's step_info.json into the root, because AReaL's documents say that it is there."""
+        """Copies the step's step_info.json into the root, because AReaL's documents say that the file is there."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
         source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE

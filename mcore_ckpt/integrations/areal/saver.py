@@ -30,7 +30,7 @@ def export_name(epoch: int, step: int, global_step: int) -> str:
 
 
 class Saver(areal.Saver):
-    """Exports models when exports are due. It has the configuration, paths and methods of AReaL's Saver.
+    """Exports models when exports are due. This class has the configuration, paths and methods of AReaL's Saver.
 
     Every rank makes a Saver. The constructor waits for the other ranks. Each role has its own schedule. The folder of
     an export appears once it is complete.
@@ -105,7 +105,7 @@ class Saver(areal.Saver):
     def finalize(self) -> None:
         """Waits for exports and for the RecoverHandler's saves.
 
-        Without this call, AReaL's controllers would only log a failure of an export or save, and only at their end.
+        Without this call, AReaL's controllers would only log a failure of an export or save, and only when they end.
 
         Raises:
             CheckpointError: an export or a save failed.

@@ -39,8 +39,8 @@ def read_stock(folder: Path, place: Place, begins_anew: bool = False) -> Progres
 
     Raises:
         CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
-        CheckpointMismatchError: another number of ranks had saved, and `begins_anew` is not set. (AReaL refuses such a
-            load, too.)
+        CheckpointMismatchError: another number of ranks wrote the files, and `begins_anew` is not set. (AReaL refuses
+            such a load, too.)
     """
     values: dict[str, Any] = {
         field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()
@@ -73,7 +73,7 @@ def move_aside(folder: Path) -> None:
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates `EpochStepTimeFreqCtl.state_dict` for a Schedule. AReaL stores no seconds, so they start at 0."""
+    """Translates `EpochStepTimeFreqCtl.state_dict` for a Schedule. AReaL stores no seconds, so `secs` starts at 0."""
     return {"epochs": _counted(state.get("epoch")), "steps": _counted(state.get("step")), "secs": 0.0}
 
 

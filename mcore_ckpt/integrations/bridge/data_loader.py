@@ -1,4 +1,4 @@
-"""Saves the state of Megatron-Bridge's data loader in the checkpoint, and hands it to Bridge after a load.
+"""Saves the state of Megatron-Bridge's data loader in the checkpoint, and hands the state to Bridge after a load.
 
 Bridge itself writes the state next to its checkpoints, in files that can belong to another iteration than the weights.
 The state is a pickle of Megatron Energon's classes, which Bridge reads without running other code

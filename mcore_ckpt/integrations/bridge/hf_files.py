@@ -64,7 +64,7 @@ class BridgeTokenizer:
     config: Any
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the tokenizer files that Bridge's own checkpoints have. Rank 0 calls this.
+        """Writes the tokenizer files that Bridge's own checkpoints have. Rank 0 calls this method.
 
         If the writing fails, Bridge logs the error and does not raise it.
         """

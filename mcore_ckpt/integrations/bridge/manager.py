@@ -35,7 +35,7 @@ from mcore_ckpt.state import process_groups_of
 
 
 class McoreCheckpointManager:
-    """A checkpoint manager for `checkpoint.custom_manager_class`. Bridge makes one on every rank.
+    """A checkpoint manager for `checkpoint.custom_manager_class`. Bridge makes such a manager on every rank.
 
     Checkpoints are `<checkpoint.save>/global_steps_{iteration}/{role}`. Bridge's own manager loads HuggingFace folders
     and the checkpoints that Bridge has written itself.
@@ -67,7 +67,7 @@ class McoreCheckpointManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """The context that Bridge's `setup` reads after a load. It names the folder of the data loader's state."""
+        """The context, which Bridge's `setup` reads after a load. It names the folder of the data loader's state."""
         return self._stock.checkpointing_context
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
@@ -116,7 +116,7 @@ class McoreCheckpointManager:
     def load(self, ctx: Any) -> tuple[int, float]:
         """Loads a checkpoint from `load`, or else the weights from `pretrained_checkpoint`.
 
-        From `load`, it loads step `ckpt_step`, or the newest checkpoint if `ckpt_step` is not set.
+        From `load`, this method loads step `ckpt_step`, or the newest checkpoint if `ckpt_step` is not set.
 
         Args:
             ctx: Bridge's CheckpointLoadContext.
@@ -153,7 +153,7 @@ class McoreCheckpointManager:
         return step, ctx.state.train_state.floating_point_operations_so_far
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Announces a committed save to callbacks and loggers. Bridge calls it before each iteration.
+        """Announces a committed save to callbacks and loggers. Bridge calls this method before each iteration.
 
         Args:
             state: Bridge's GlobalState.
@@ -209,7 +209,7 @@ class McoreCheckpointManager:
         state, dp = loaded.state.get(data_loader.STATE), _data_parallel(training.model)
 
         def write() -> None:
-            # A rank without a state cannot find a mismatch, so the errors of other ranks must reach it.
+            # A rank without a state cannot find a mismatch, so the errors of other ranks must reach that rank.
             folder = self._handed_over.write(state, loaded.iteration, dp)
             self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
 

@@ -20,7 +20,7 @@ from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast
 
 logger = logging.getLogger(__name__)
 
-# The options that name folders of checkpoints. Bridge tries the first two in this order.
+# The options that name folders of checkpoints. Bridge looks into the folders of LOADED_FROM in this order.
 LOADED_FROM = ("load", "pretrained_checkpoint")
 FOLDERS = (*LOADED_FROM, "save")
 
@@ -134,7 +134,9 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Sets our options, which otherwise have their defaults. Call it once on every rank, before `pretrain`.
+    """Sets our options, which otherwise have their defaults.
+
+    Call this function once on every rank, before `pretrain`.
 
     Args:
         config: the options of this package. Bridge's options override `async_save`, `max_to_keep` and `keep_every`.

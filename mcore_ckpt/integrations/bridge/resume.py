@@ -32,11 +32,12 @@ class Source(Enum):
 
 
 def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
-    """Makes sure that Bridge asks for a load if there is a checkpoint. Every rank calls it, before `setup` asks.
+    """Makes sure that Bridge asks for a load if there is a checkpoint.
 
-    Bridge calls the manager only if it sees a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and
-    otherwise begins from scratch without a warning. After a crash between the commit of the first step and the writing
-    of the tracker, there is no tracker, so this function writes the tracker.
+    Every rank calls this function, before Bridge's `setup` decides whether to load. `setup` calls the manager only if
+    there is a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and otherwise begins from scratch without
+    a warning. After a crash between the commit of the first step and the writing of the tracker, there is no tracker,
+    so this function writes the tracker.
 
     Raises:
         InvalidArgumentError: an option names one checkpoint instead of the folder of all checkpoints.
@@ -60,9 +61,10 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
 
 
 def check_adapters_findable(checkpoint: Any, timeout_s: float) -> None:
-    """Checks again for a missing checkpoint, once it is known that the run has adapters. Every rank calls it.
+    """Checks again for a missing checkpoint, once it is known that the run has adapters.
 
-    The adapters must be in `load`, because Bridge takes only the base model from `pretrained_checkpoint`.
+    Every rank calls this function. The adapters must be in `load`, because Bridge takes only the base model from
+    `pretrained_checkpoint`.
 
     Raises CheckpointNotFoundError, AgreementError: see `check_findable`.
     """
@@ -101,7 +103,7 @@ def _is_asked(value: Any) -> bool:
 
 
 def _has_checkpoint(root: Path) -> bool:
-    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if it has a HuggingFace model."""
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask for a HuggingFace folder."""
     from megatron.bridge.training.utils import checkpoint_utils
 
     is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)
@@ -109,7 +111,7 @@ def _has_checkpoint(root: Path) -> bool:
 
 
 def find_source(checkpoint: Any, role: str, timeout_s: float) -> Source:
-    """Returns where to resume from. Every rank calls it, and all get rank 0's answer.
+    """Returns where to resume from. Every rank calls this function, and all get rank 0's answer.
 
     Raises CheckpointNotFoundError: there are steps of ours, but none is complete; or the step `ckpt_step` is missing.
     """

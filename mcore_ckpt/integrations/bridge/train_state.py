@@ -28,7 +28,7 @@ def saved_state(state: Any, operations: float) -> dict[str, Any]:
         **{name: getattr(train_state, name) for name in COUNTERS},
         _KEY: {**counts, "floating_point_operations_so_far": operations},
         # `mcore-ckpt convert` needs this text to make a step for Megatron-Bridge's own manager. All ranks have the same
-        # configuration, so only rank 0 saves it.
+        # configuration, so only rank 0 saves the text.
         "run_config": _as_yaml(state.cfg) if dist.get_rank() == 0 else None,
     }
 

@@ -34,7 +34,7 @@ def refuse_model(config: Any) -> None:
 
 
 def refuse_save(ctx: Any) -> None:
-    """Raises UnsupportedError if the context of a save asks for something unsupported. Every rank calls it."""
+    """Raises UnsupportedError if the context of a save asks for something unsupported. All ranks call this function."""
     if ctx.non_persistent_ckpt:
         raise UnsupportedError(
             "save(non_persistent_ckpt=True): mcore_ckpt has only one kind of checkpoint. Save just as often with "
@@ -44,7 +44,7 @@ def refuse_save(ctx: Any) -> None:
 
 
 def refuse_load(ctx: Any) -> None:
-    """Raises UnsupportedError if the context of a load asks for something unsupported. Every rank calls it."""
+    """Raises UnsupportedError if the context of a load asks for something unsupported. All ranks call this function."""
     if not ctx.strict:
         raise UnsupportedError(
             "load(strict=False): a checkpoint that does not fit the model is always refused: leave it out"

@@ -1,4 +1,4 @@
-"""Reads the options of a loop like Megatron-LM's. They have Megatron-LM's names, in all frameworks."""
+"""Reads the options of a loop like Megatron-LM's. In all frameworks, these options have Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Arguments:
         without_optimizer = self["no_save_optim"] or not with_optimizer
         interval = self["save_retain_interval"]
         if interval is not None:
-            # finalize_fn in Megatron-LM's save_checkpoint keeps the newest step and multiples of the interval.
+            # Keep the newest step and multiples of the interval, as finalize_fn in Megatron-LM's save_checkpoint does.
             config = replace(config, max_to_keep=config.max_to_keep or 1, keep_every=int(interval))
         return replace(
             config,

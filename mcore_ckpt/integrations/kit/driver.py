@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def driver_agreement(role: str, timeout_s: float) -> Agreement:
-    """Returns an agreement of this process alone, even if it belongs to a process group.
+    """Returns an agreement of this process alone, even if this process belongs to a process group.
 
-    A commit raises HungDiskError once a single call to the disk has lasted `timeout_s` seconds. Otherwise the driver,
-    and with it the whole training, would wait for ever.
+    With this agreement, a commit raises HungDiskError once a single call to the disk has lasted `timeout_s` seconds.
+    Otherwise the driver, and with it the whole training, would wait for ever.
     """
     agreement = single_process_agreement(role, timeout_s)
     agreement.runner = DiskWatch(timeout_s, who=f"{role}: ")
@@ -68,7 +68,7 @@ def commit_driver_files(
     """
     root, role = role_dir.parents[1], role_dir.name
     commit_role(
-        # The trainer locks of the models' roles protect the driver's role, too.
+        # This commit takes no trainer lock, because the locks of the models' roles protect the driver's role, too.
         driver_agreement(role, timeout_s),
         role_dir,
         step,
@@ -96,9 +96,9 @@ def copy_files(source: Path, files: RoleWriter) -> None:
 
 
 def is_complete_step(path: Path, advice: str) -> bool:
-    """True if a path is the folder of a complete step of ours; False if it is no step of ours.
+    """True if a path is the folder of a complete step of ours; False if the path is not a step of ours.
 
-    Raises CheckpointNotFoundError: it is a step of ours that is not complete. The message ends with `advice`.
+    Raises CheckpointNotFoundError: the path is a step of ours that is not complete. The message ends with `advice`.
     """
     if parse_step(path.name) is None or not path.is_dir():
         return False
@@ -111,7 +111,7 @@ def is_complete_step(path: Path, advice: str) -> bool:
 
 
 def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
-    """Returns the newest step of this package that is complete and intact; None if there never was one.
+    """Returns the newest step of this package that is complete and intact; None if no step was ever complete.
 
     `verify` reads all files and checks their CRCs. Otherwise only the sizes are checked, and a load checks the CRCs of
     the bytes that it reads.
@@ -134,9 +134,10 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
 
 
 def _first_was_interrupted(root: Path) -> bool:
-    """True if roles are committed, but no step was ever complete. A complete step would have written the tracker.
+    """True if roles are committed, but no step was ever complete. (Once a step has been complete, there is a tracker.)
 
-    With an asynchronous save, the driver may have committed before the models.
+    With an asynchronous save, the driver may commit before the models do. So a step with a committed driver's role need
+    not have been complete.
     """
     if (root / TRACKER_FILE).exists():
         return False
@@ -154,10 +155,10 @@ def _problem(status: StepStatus, verify: bool) -> str | None:
 
 
 def delete_after_driver(root: Path, role: str, config: CheckpointConfig, step: int) -> None:
-    """Deletes old steps, if the driver's role has made this step complete. Steps that other roles' rules keep stay.
+    """Deletes old steps if the driver's role has made this step complete. Errors of the disk are logged, not raised.
 
-    The models' processes delete old steps before this step is complete, so they do not count this step. Logs errors of
-    the disk, and raises nothing else.
+    Steps that the rules of other roles keep are not deleted. The models' processes delete old steps before this step is
+    complete, so they do not count this step, and leave one step too many.
     """
     policy = PreservationPolicy.of(config)
     if policy.max_to_keep is None and policy.optimizer_for_last is None:

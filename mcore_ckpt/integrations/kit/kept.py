@@ -13,7 +13,7 @@ from mcore_ckpt.steps import RunHistory
 
 
 class KeptManager:
-    """Keeps a CheckpointManager, and makes another one only if its arguments have changed.
+    """Keeps a CheckpointManager, and makes another manager only if the arguments have changed.
 
     A manager has a plan and as much host memory as the training state needs. So the manager is kept between saves, and
     closed before another manager is made. Frameworks load with one manager, and save with another manager, which may
@@ -95,7 +95,7 @@ class KeptManager:
             self.manager.wait()
 
     def close(self) -> None:
-        """Waits as `wait` does, and frees the host memory that saves use. It may be called more than once."""
+        """Waits as `wait` does, and frees the host memory that saves use. Further calls do nothing."""
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()

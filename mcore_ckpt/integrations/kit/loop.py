@@ -37,7 +37,7 @@ CHECKPOINT_VERSION = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """The objects that a loop trains, and what else its checkpoints need. CheckpointManager describes the fields."""
+    """The objects that a loop trains, and other arguments of its manager. CheckpointManager describes the fields."""
 
     model: list[Any]
     optimizer: Any = None
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings for which a loop has no options. An integration's `configure` sets them. See CheckpointManager."""
+    """Settings for which a loop has no options. An integration's `configure` sets the fields. See CheckpointManager."""
 
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     role: str = "actor"
@@ -95,7 +95,7 @@ class Loaded:
 
 
 class LoopCheckpoints:
-    """Saves and loads for one training loop. Every rank makes one, and all ranks call the same methods."""
+    """Saves and loads for one training loop. Every rank makes such an object, and all ranks call the same methods."""
 
     def __init__(self) -> None:
         self._kept = KeptManager()
@@ -105,7 +105,7 @@ class LoopCheckpoints:
         self._kept.attach(name, **how)
 
     def saving_manager(self, training: Training, args: Arguments, config: CheckpointConfig) -> CheckpointManager:
-        """Returns the manager that saves. It stays the same as long as the arguments do. Raises CheckpointError."""
+        """Returns the manager that saves: the same manager while the arguments are the same. Raises CheckpointError."""
         config = args.saving(config, training.optimizer is not None)
         return self._kept.get(args.folder("save"), training.arguments(), config)
 
@@ -164,9 +164,9 @@ class LoopCheckpoints:
             config: the options of this package.
             load_arg: the name of the option that names the folder. If this folder has no checkpoint, the folder of
                 `pretrained_checkpoint` is tried.
-            check: a function to call before anything is loaded. If it raises on one rank, all ranks raise.
-            choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
-                Only rank 0 calls it.
+            check: a function to call before anything is loaded. If the function raises on one rank, all ranks raise.
+            choose_step: returns which step of a folder to load if `args.ckpt_step` names no step; None for the newest.
+                Only rank 0 calls `choose_step`.
             find_theirs: finds a checkpoint in the framework's own format.
             check_state: a function to call with the saved `state` before anything changes, unless the load begins a
                 finetuning, or the checkpoint has no such state. If the function raises on one rank, all ranks raise.
@@ -187,7 +187,7 @@ class LoopCheckpoints:
         # The nodes have only steps of this run, which saves to `args.save`. If `load_arg` names another folder, the
         # steps on the nodes must not be loaded.
         config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
-        # A separate manager finds the checkpoint, because the arguments of the load depend on the checkpoint.
+        # A separate manager finds the checkpoint, because the options of the loading manager depend on the checkpoint.
         finder = CheckpointManager(
             folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
         )
@@ -229,8 +229,8 @@ class LoopCheckpoints:
         theirs = found.get("theirs")
         if theirs is not None:
             layout = training.layout()
-            # Megatron-LM saves random states by tensor-parallel and pipeline-parallel rank, so they fit only the saved
-            # sizes.
+            # Megatron-LM saves random states by tensor-parallel and pipeline-parallel rank. So the random states fit
+            # only the parallel sizes of the save.
             has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
             left_out = {"extra"} if keeps_rng or not has_rng else set()
             left_out |= {"optimizer"} if found["weights_alone"] else set()
@@ -238,7 +238,7 @@ class LoopCheckpoints:
             config = replace(config, load_contents=words)
         generators = read_rng()
         # With `finetune`, the training begins at iteration 0, so the load leaves out the parts of the other run, such
-        # as its data.
+        # as that run's data position.
         with_parts = not args["finetune"]
 
         def check_extra(extra: Mapping[str, Any] | None) -> None:
@@ -288,7 +288,7 @@ def _find_together(
     check: Callable[[], None],
     look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Returns, on all ranks, the checkpoint that rank 0 has found; an empty dict if there never was one."""
+    """Returns, on all ranks, the checkpoint that rank 0 has found; an empty dict if there never was a checkpoint."""
     step = args["ckpt_step"] or None  # Megatron-LM treats 0 as None, too
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 

@@ -18,7 +18,7 @@ def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:
 
 
 def refuse_skip(config: CheckpointConfig, where: str, why: str) -> None:
-    """Raises UnsupportedError if saves may be skipped, although the framework counts on each of them.
+    """Raises UnsupportedError if saves may be skipped, although the framework counts on each save.
 
     `where` names the configuration, and `why` says what the framework does after each save.
     """

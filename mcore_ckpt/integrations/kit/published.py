@@ -26,7 +26,7 @@ def published_config(path: str | None, needed: bool) -> Any:
 
 
 def published_tokenizer(path: str | None) -> Any:
-    """Returns the tokenizer of a HuggingFace folder or model name; None if it cannot be read (logged)."""
+    """Returns the tokenizer of a HuggingFace folder or model name; None, with a warning, if it cannot be read."""
     if not path:
         return None
     from transformers import AutoTokenizer

@@ -43,11 +43,11 @@ FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | No
 def find(
     root: Path, role: str, step: int | None, find_theirs: FindTheirs, on_nodes: Sequence[int] = ()
 ) -> dict[str, Any] | None:
-    """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
+    """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls this function.
 
-    `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest is
-    wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier. If `step` is given, `on_nodes` lists no
-    other step.
+    `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest
+    step is wanted. `on_nodes` lists the steps in the nodes' folders of a fast tier. If `step` is given, `on_nodes`
+    lists no other step.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -79,7 +79,7 @@ def find(
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the Megatron-LM checkpoint (format torch_dist) of a given step, or else the one that the tracker names.
+    """Finds the Megatron-LM checkpoint (format torch_dist) of a given step, or else of the step that the tracker names.
 
     The root may also be the checkpoint's own folder, such as `iter_0000100`. Only the folder that the tracker names is
     known to be complete. If the caller gives a step or the checkpoint's own folder, nothing checks whether the
@@ -118,7 +118,7 @@ def read_megatron_checkpoint(path: Path) -> Theirs:
 
 
 def _names_release(root: Path) -> bool:
-    """True if the tracker names weights that were released (`tools/convert_hf_to_torch_dist.py` of slime)."""
+    """True if the tracker names released weights (slime's `tools/convert_hf_to_torch_dist.py` writes such weights)."""
     try:
         return (root / TRACKER_FILE).read_bytes()[:99].strip() == _RELEASE.encode() and (root / _RELEASE).is_dir()
     except OSError:
@@ -126,7 +126,7 @@ def _names_release(root: Path) -> bool:
 
 
 def check_integrity(path: str) -> None:
-    """Compares the files of a Megatron-LM checkpoint with the SHA-256 digests in it. Every rank calls it.
+    """Compares the files of a Megatron-LM checkpoint with its SHA-256 digests. Every rank calls this function.
 
     Raises:
         CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.

@@ -17,9 +17,9 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
         name: a name for the rendezvous of the ranks.
         topic: what is being decided, for messages.
         question: JSON values, which must be the same on all ranks.
-        answer: returns JSON values. Only rank 0 calls it, on another thread (see `io/disk_watch.py`). That thread does
-            not have this thread's torch modes, current GPU and context variables.
-        timeout_s: how long a rank waits for the others, in seconds.
+        answer: returns JSON values. Only rank 0 calls `answer`, on another thread (see `io/disk_watch.py`). That thread
+            does not have this thread's torch modes, current GPU and context variables.
+        timeout_s: how long a rank waits for the other ranks, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.
     """
@@ -28,7 +28,7 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
 
 
 def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: float) -> None:
-    """Does this rank's part of the work, and returns when all ranks have done theirs. Every rank calls it.
+    """Calls `work` on this rank, and returns when `work` has returned on all ranks. Every rank calls this function.
 
     The arguments are as in `decided_by_rank_0`. `work` must not wait for another rank.
 

@@ -1,4 +1,4 @@
-"""Offers Megatron-LM's `save_checkpoint` and `load_checkpoint` to a training loop that imports them from here.
+"""Offers Megatron-LM's `save_checkpoint` and `load_checkpoint` to a training loop that imports them from this module.
 
     from mcore_ckpt.integrations.megatron import (
         configure,
@@ -8,10 +8,9 @@
     )
 
 The functions have the same names, signatures and results as in `megatron/training/checkpointing.py` (core_r0.16 to
-core_r0.19, and main until 2026-08), except that `save_checkpoint` returns a handle. They read the arguments that were
-given to `configure` (`args.save`, `args.load`,
-...), or Megatron's global arguments if none were given. An argument that cannot be honoured raises an error that names
-the argument.
+core_r0.19, and main until 2026-08), except that `save_checkpoint` returns a handle. The functions read the arguments
+that were given to `configure` (`args.save`, `args.load`, ...), or Megatron's global arguments if none were given. An
+argument that cannot be honoured raises an error that names the argument.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from mcore_ckpt.integrations.megatron.rollout_bank import PART, RolloutBankPart
 
 @dataclass(frozen=True)
 class _Settings(LoopSettings):
-    """The arguments that were given to `configure`. Its docstring describes them."""
+    """The arguments that were given to `configure`, whose docstring describes them."""
 
     args: Any = None
     other_data_size: str = "refuse"
@@ -56,7 +55,7 @@ class _Settings(LoopSettings):
         return Training(chunks, optimizer, scheduler, self.role, self.hf_config, self.processing_class)
 
     def arguments(self) -> Arguments:
-        """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
+        """Returns the arguments given to `configure`, or Megatron-LM's global arguments if none were given.
 
         Raises InvalidStateError if none were given, and `megatron.training` is not installed or not initialized.
         """
@@ -94,7 +93,9 @@ def configure(
     processing_class: Any = None,
     other_data_size: str = "refuse",
 ) -> None:
-    """Sets the options that Megatron's arguments lack. Call it once on every rank, before the first save or load.
+    """Sets the options that Megatron's arguments lack.
+
+    Call this function once on every rank, before the first save or load.
 
     Args:
         args: any object whose attributes have the names of Megatron-LM's arguments: `save`, `load`, `ckpt_step`,
@@ -129,15 +130,18 @@ def configure(
 def attach(
     name: str, *, save: Any = None, load: Callable[[SavedPart], object] | None = None, optional: bool = False
 ) -> None:
-    """Attaches a part to all checkpoints from now on, as `CheckpointManager.attach` does. Call it after `configure`."""
+    """Attaches a part to all checkpoints from now on, as `CheckpointManager.attach` does.
+
+    Call this function after `configure`.
+    """
     _checkpoints.attach(name, save=save, load=load, optional=optional)
 
 
 def attach_rollout_bank() -> None:
     """Makes Megatron-LM's rollout bank (`--rl-durable-rollout-bank`) a part of each checkpoint.
 
-    Call it after `configure`, on every rank, before the load. Only rank 0 has a bank. Without the option, this function
-    does nothing.
+    Call this function after `configure`, on every rank, before the load. Only rank 0 has a bank. Without the option,
+    the function does nothing.
     """
     global _bank
     if not _settings.arguments()["rl_durable_rollout_bank"] or (dist.is_initialized() and dist.get_rank() != 0):
@@ -169,7 +173,7 @@ def save_checkpoint(
     expt_dp_group: Any = None,
     rng_state_key_prefix: str = "",
 ) -> SaveHandle:
-    """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
+    """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls this function.
 
     Process groups, and this rank's numbers in them, may be left out. If given, they must match the model.
 
@@ -225,8 +229,9 @@ def save_checkpoint(
 def saving_manager(model: Any, optimizer: Any, opt_param_scheduler: Any) -> CheckpointManager:
     """Returns the manager with which `save_checkpoint` saves these objects, for a PreemptionGuard.
 
-    Every rank calls it, after the load. The manager stays the same until `configure` is called, or until an argument
-    that the saves read changes. Do not close the manager: `maybe_finalize_async_save(terminate=True)` closes it.
+    Every rank calls this function, after the load. The manager stays the same until `configure` is called, or until an
+    argument that the saves read changes. Do not close the manager: `maybe_finalize_async_save(terminate=True)` does
+    this.
 
     Raises CheckpointError: see CheckpointManager.
 
@@ -255,10 +260,10 @@ def load_checkpoint(
     expt_dp_group: Any = None,
     rng_state_key_prefix: str = "",
 ) -> tuple[int, float]:
-    """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
+    """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`.
 
-    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). Process groups
-    may be left out. If given, they must be the groups of the model.
+    Every rank calls this function. Megatron-LM itself may have written the newest checkpoint (`iter_0000100`, format
+    torch_dist). Process groups may be left out. If given, they must be the groups of the model.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
@@ -313,7 +318,9 @@ def load_checkpoint(
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Waits for an async save. Megatron-LM's loop calls it at each iteration and at the end (`async_utils.py`).
+    """Waits for an async save.
+
+    Megatron-LM's loop calls this function at each iteration and at the end (`async_utils.py`).
 
     Args:
         blocking: True waits until no save is under way. False does nothing, because a save commits on its own thread.
@@ -329,7 +336,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
 
 def loaded_dataloader_state() -> Any:
-    """Returns this rank's data loader state from the checkpoint that was loaded last; None if it has no such state.
+    """Returns this rank's data loader state from the checkpoint that was loaded last; None if there is no such state.
 
     The state is what `train_data_iterator.iterable.save_state()` returned for the save: Energon's object (for
     `restore_state_rank`), plain values, or a ShardedPosition. Under another data-parallel size, Energon's object has
@@ -345,7 +352,7 @@ def loaded_dataloader_state() -> Any:
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
-    """Reads the data loader's state, like Megatron-LM's `maybe_save_dataloader_state`; None if none is wanted."""
+    """Reads the data loader's state, like Megatron-LM's `maybe_save_dataloader_state`; None if no state is wanted."""
     if train_data_iterator is None or not args["dataloader_save"]:
         return None
     iterable: Any = getattr(train_data_iterator, "iterable", None)

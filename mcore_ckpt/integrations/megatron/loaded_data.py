@@ -1,4 +1,4 @@
-"""Decides what a data loader's state means for a training with another data-parallel size than the save's."""
+"""Decides what a data loader's state means for a training with another data-parallel size than the save had."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSE, _AS_SAVED, _BEGIN_ANEW = "refuse", "as_saved", "begin_anew"
 
 
 def check_rule(rule: str) -> None:
-    """Raises InvalidArgumentError for a value that `configure(other_data_size=...)` does not have."""
+    """Raises InvalidArgumentError for a value that `configure(other_data_size=...)` does not accept."""
     rules = (_REFUSE, _AS_SAVED, _BEGIN_ANEW)
     if rule not in rules:
         raise InvalidArgumentError(f"other_data_size is {rule!r}: use one of {', '.join(map(repr, rules))}")
@@ -30,8 +30,8 @@ def check_rule(rule: str) -> None:
 class LoadedData:
     """The data loader's state of a checkpoint, and the data-parallel sizes of the save and of the load.
 
-    `saved` is None if the checkpoint does not say the data-parallel size of the save. `rule` is as `other_data_size` of
-    `configure`.
+    `saved` is None if the checkpoint does not say the data-parallel size of the save. `rule` is the value of
+    `other_data_size` in `configure`.
     """
 
     state: Any = None
@@ -50,7 +50,10 @@ class LoadedData:
             self._check_size()
 
     def kept(self) -> LoadedData:
-        """Returns the state to keep after the load: none, with a warning, if the data loader has to begin anew."""
+        """Returns the state to keep after the load.
+
+        If the data loader has to begin anew, logs a warning and returns a LoadedData without a state.
+        """
         if self.rule == _BEGIN_ANEW:
             try:
                 self._check_size()

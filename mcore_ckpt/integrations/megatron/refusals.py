@@ -1,4 +1,4 @@
-"""Refuses the arguments of Megatron-LM's functions that cannot be honoured, and names them."""
+"""Refuses calls of Megatron-LM's functions with arguments that cannot be honoured. Each error names the argument."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_place(model: list[Any], ranks: dict[str, int | None], parallel: dict[s
 def check_groups(
     model: list[Any], tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any
 ) -> None:
-    """Raises UnsupportedError for a process group that differs from the one that the model was built with."""
+    """Raises UnsupportedError for a process group that differs from the group that the model was built with."""
     own = process_groups_of(model)
     given: dict[str, tuple[Any, Any]] = {
         "tp_group": (tp_group, own and own.tp),

@@ -1,4 +1,4 @@
-"""Makes Megatron-LM's rollout bank part of each checkpoint (`megatron/rl/rollout_bank.py`, 2026-08, its format 2).
+"""Makes Megatron-LM's rollout bank (`megatron/rl/rollout_bank.py` of 2026-08, format 2) part of each checkpoint.
 
 The bank is a folder to which rank 0 appends each group of rollouts as soon as the group is complete. The bank records
 the iteration at which each group was used. A load of iteration T drops the groups that were used up to T. A compaction
@@ -7,7 +7,7 @@ an older checkpoint, or of a checkpoint from another folder, Megatron-LM would g
 the checkpoint.
 
 Each checkpoint gets a copy of the bank. A load takes the copy only if the bank does not belong to the checkpoint,
-because a bank that belongs to it also has the groups that were completed after the save.
+because a bank that belongs to the checkpoint also has the groups that were completed after the save.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FILLING = "filling_by_mcore_ckpt"
 # group's line to the ledger, so the ledger is measured before these files. Used groups are noted before a save, so
 # the file of these notes can be measured last.
 _ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
-# At most this many files stay open. The limit of open files of a process is often 1024.
+# At most this many files stay open, because a process may often have only 1024 open files.
 _MOST_OPEN = 256
 
 
@@ -92,7 +92,7 @@ class RolloutBankPart:
     def load(self, saved: SavedPart) -> None:
         """Replaces the bank by the checkpoint's copy, unless the bank belongs to the checkpoint.
 
-        The replaced bank stays next to the new one, as `<bank>.before_step_<N>`.
+        The replaced bank stays next to the new bank, as `<bank>.before_step_<N>`.
 
         Raises:
             UnsupportedError: the bank has another format, or its folder cannot be renamed, for example because it is a
@@ -110,7 +110,7 @@ class RolloutBankPart:
         replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
 
     def saved(self, iteration: int, handle: SaveHandle) -> None:
-        """Notes a save. Once this save is committed, the bank no longer needs the groups that were used before it."""
+        """Notes a save. Once this save is committed, the bank no longer needs groups that were used before the save."""
         self._saved = (iteration, handle)
         self.compact()
 
@@ -163,7 +163,7 @@ def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
 
 
 def _replace(bank: Path, stored: Path, step: int) -> None:
-    """Replaces the bank by a step's copy. The replaced bank stays next to the new one under another name.
+    """Replaces the bank by a step's copy. The replaced bank stays next to the new bank under another name.
 
     The replaced bank may have groups that no checkpoint has, because they were completed after the last save.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints for miles (2026-08), a fork of slime. One argument installs them: `--custom-megatron-init-path`.
+"""Checkpoints for miles (2026-08), a fork of slime. One argument installs this integration:
 
     --custom-megatron-init-path mcore_ckpt.integrations.miles.install
 
@@ -17,7 +17,9 @@ __all__ = ["install"]
 
 
 def install(args: Any) -> None:
-    """Lets this process save and load with this package. miles calls this on each rank, before the model exists.
+    """Lets this process save and load with this package.
+
+    miles calls this function on each rank, before the model exists.
 
     Args:
         args: miles' arguments. `args.mcore_ckpt`, from the YAML file of `--custom-config-path`, has options of

@@ -1,4 +1,4 @@
-"""Protects the files that NeMo-RL's driver writes into a step, by a manifest.
+"""Protects, with a manifest, the files that NeMo-RL's driver writes into a step.
 
 The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` (the
 frontier of the collector) into `tmp_step_{N}`, next to the weights. At the end it renames the folder

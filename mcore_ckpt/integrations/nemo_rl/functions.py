@@ -91,7 +91,7 @@ class BridgeFunctions:
         args = arguments(state.cfg)
         args["save"] = str(root)
         # The worker may move parameters and optimizer state to the host as soon as this method has returned, so copy
-        # the state before.
+        # the state before this method returns.
         config = replace(self._config_of(state), async_mode="snapshot")
         self._checkpoints.save(
             _ITERATION,
@@ -173,7 +173,7 @@ def _place(weights: Path) -> tuple[Path, str]:
 
 
 def _context(state: Any, model: list[Any], skip: bool = False) -> Any:
-    """Returns a context like the one that Bridge's manager gets, for the checks of Bridge's integration."""
+    """Returns a context, like the context that Bridge's manager gets, for the checks of Bridge's integration."""
     return SimpleNamespace(
         state=state, model=model, non_persistent_ckpt=False, strict=True, skip_load_to_model_and_opt=skip
     )

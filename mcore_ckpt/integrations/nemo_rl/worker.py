@@ -1,8 +1,8 @@
 """Makes NeMo-RL's Megatron worker (2026-08) save and load with this package.
 
 The worker calls Megatron-Bridge's functions, not Bridge's checkpoint manager: `save_checkpoint` and
-`maybe_finalize_async_save` from its own module, `load_checkpoint` from `nemo_rl.models.megatron.setup`. These three
-names are replaced in each worker's process.
+`maybe_finalize_async_save` from the worker's module, `load_checkpoint` from `nemo_rl.models.megatron.setup`. These
+three names are replaced in each worker's process.
 """
 
 from __future__ import annotations

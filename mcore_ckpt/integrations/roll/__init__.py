@@ -38,8 +38,8 @@ uploader_registry[TYPE] = CheckpointUploader
 # The classes of this module by name. Each class has two bases: a class of ours, then a class of ROLL. A class is made
 # when it is first used, because making it imports a part of ROLL that the other classes do not need.
 #
-# ROLL's classes have these names in its commit 8eb27cc of 2026-08 (tests/integrations/facts/roll.json). The tests run
-# only RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, on a stand-in for ROLL.
+# The names of ROLL's classes are as in ROLL's commit 8eb27cc of 2026-08 (tests/integrations/facts/roll.json). The tests
+# run only RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, on a stand-in for ROLL.
 _CLASSES = {
     "ActorWorker": (CheckpointWorker, "roll.pipeline.base_worker", "ActorWorker"),
     "CriticWorker": (CheckpointWorker, "roll.pipeline.base_worker", "CriticWorker"),

@@ -3,7 +3,7 @@
 `checkpoint-{N}` is a step with one role for each cluster and one for the driver. ROLL saves the driver's role last. The
 step is complete once all roles are committed. The driver's files contain the data position
 (`worker_state_pipeline.json`: step, metrics, the state of the prompts' schedulers). If weights of one step were paired
-with the data position of another, training would use some prompts twice and others never.
+with the data position of another step, training would use some prompts twice and other prompts never.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def commit_pipeline(
 
 
 def logged_metrics(source: Path, names: Collection[str]) -> dict[str, float]:
-    """Returns the values of these metrics that the driver has logged last, from the driver's files in a folder.
+    """Returns the values that the driver has logged last for the metrics `names`. `source` has the driver's files.
 
     A metric that is missing, or that is not a finite number, is left out.
     """

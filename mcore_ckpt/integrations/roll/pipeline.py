@@ -28,8 +28,8 @@ _RNG_FILE = "rng_state_pipeline.pth"  # written by WorkerState.save_rng_state
 class CheckpointUploader:
     """The uploader that ROLL makes for a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
 
-    ROLL calls this an upload, but nothing leaves the shared folder. The uploader commits the role `pipeline`, which
-    holds the driver's state. `CheckpointStrategy` commits the roles of the clusters.
+    The uploader commits the role `pipeline`, which holds the driver's state. ROLL calls this commit an upload, but
+    nothing leaves the shared folder. `CheckpointStrategy` commits the roles of the clusters.
 
     Args:
         output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this uploader adds no
@@ -65,7 +65,7 @@ class CheckpointUploader:
         commit_pipeline(options.root, ckpt_id, source, self.roles, options.config.timeout_s, metrics)
 
     def get_latest_ckpt(self) -> str | None:
-        """Returns the newest complete checkpoint; None if there never was one.
+        """Returns the newest complete checkpoint; None if no checkpoint was ever complete.
 
         Raises CheckpointNotFoundError if there are checkpoints, but none is complete. In this case a run must not
         silently start from the beginning.
@@ -156,7 +156,7 @@ class _Uploads:
 
 
 def _write_rng(path: Path) -> None:
-    """Restores the generators that `WorkerState.save_rng_state` wrote. Never executes code from the file."""
+    """Restores the random states that `WorkerState.save_rng_state` wrote. Never executes code from the file."""
     if not path.exists():
         return
     from mcore_ckpt.formats import load_safely

@@ -63,7 +63,9 @@ class CheckpointStrategy:
         local_state_path: str | None = None,
         **kwargs: Any,
     ) -> dict[str, float]:
-        """Saves this cluster's role in `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
+        """Saves this cluster's role in `<checkpoint_config.output_dir>/<ckpt_id>`.
+
+        Every rank of the cluster calls this method.
 
         Args:
             save_dir: not used. (ROLL's own strategy would write to this folder, and an uploader would copy the files.)
@@ -111,10 +113,10 @@ class CheckpointStrategy:
         return {"load": loaded - started, "save": time.perf_counter() - loaded}
 
     def load_checkpoint(self, load_dir: str, tag: str = "checkpoint", **kwargs: Any) -> None:
-        """Loads this cluster's role of a checkpoint. Every rank of the cluster calls it.
+        """Loads this cluster's role of a checkpoint. Every rank of the cluster calls this method.
 
-        The checkpoint may have been saved under another parallel layout. If ROLL's own strategy wrote it, that strategy
-        loads it.
+        The checkpoint may have been saved under another parallel layout. If ROLL's own strategy wrote the checkpoint,
+        that strategy also loads it.
 
         Args:
             load_dir: `.../checkpoint-{N}`, or the cluster's folder in it.

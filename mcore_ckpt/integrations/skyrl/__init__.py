@@ -2,7 +2,7 @@
 
     python -m mcore_ckpt.integrations.skyrl trainer.strategy=megatron ...
 
-This starts a training as `python -m skyrl.train.entrypoints.main_base` does. An experiment of your own gives its
+This command starts a training as `python -m skyrl.train.entrypoints.main_base` does. Your own experiment must give its
 trainer to `checkpointed`:
 
     class MyExp(BasePPOExp):
@@ -24,5 +24,5 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyWorkerBase", "checkpointed"]
 
-# The driver must not import the workers, which need Megatron-Bridge, before it makes them.
+# The driver must not import the workers, which need Megatron-Bridge, before it makes the workers.
 __getattr__ = lazy_names(__name__, {"worker": ("PolicyWorkerBase",)})

@@ -1,4 +1,4 @@
-"""Checks and reads the files that SkyRL's driver writes into a step, and takes the metrics that it logs."""
+"""Checks and reads the files that SkyRL's driver writes into a step, and remembers the metrics that SkyRL logs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ STATE_FILE = "trainer_state.pt"
 def check_files(files: Path, root: str) -> None:
     """Checks the driver's files, and puts the real path into the configuration that they hold.
 
-    Raises CommitError: SkyRL could not save the state of the data loader, which it only logs.
+    Raises CommitError: SkyRL could not save the state of the data loader. (SkyRL itself only logs this failure.)
     """
     try:
-        # Both files may hold any object. This process has just written them into a folder that only it may enter.
+        # Both files may hold any object, but are safe to unpickle, because this process has just written them into a
+        # folder that no other user may enter.
         torch.load(files / _DATA_FILE, weights_only=False)
-    except Exception as error:  # of any type: a half-written file is read by unpickling
+    except Exception as error:  # of any type, because unpickling a half-written file can raise any error
         raise CommitError(
             "SkyRL could not save the state of the data loader (its log has the reason: Failed to save dataloader "
             "state), so the step does not count"
@@ -39,7 +40,7 @@ def check_files(files: Path, root: str) -> None:
 
 
 def put_files(step_path: Path, folder: Path) -> None:
-    """Copies the driver's files of a step into `folder`, and checks each one's size and CRC.
+    """Copies the driver's files of a step into `folder`, and checks each file's size and CRC.
 
     Raises CheckpointCorruptError, CheckpointNotFoundError and OSError.
     """
@@ -50,9 +51,9 @@ def put_files(step_path: Path, folder: Path) -> None:
 
 
 class LoggedMetrics:
-    """Replaces SkyRL's tracker of metrics, and remembers what it logs.
+    """Replaces SkyRL's tracker of metrics, and remembers the metrics that SkyRL logs.
 
-    The fully asynchronous trainer logs a step's metrics, and forgets them, before it saves the step.
+    The fully asynchronous trainer forgets a step's metrics before it saves the step, so this object must remember them.
     """
 
     def __init__(self, tracker: Any) -> None:
@@ -68,7 +69,7 @@ class LoggedMetrics:
         return self._tracker.log(data, step, *args, **kwargs)
 
     def of_step(self, step: int, pending: Mapping[str, Any], wanted: set[str]) -> dict[str, float]:
-        """Returns the wanted metrics of a step. `pending` are those that are not logged yet. Warns of missing ones."""
+        """Returns the wanted metrics of a step, and warns of missing metrics. `pending` has metrics not logged yet."""
         metrics = {**(self._metrics if step == self._step else {}), **pending}
         found = finite_metrics(metrics, wanted)
         if missing := sorted(wanted - found.keys()):

@@ -11,12 +11,13 @@ from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast, refuse_
 
 # The role of SkyRL's driver, and the name of its folder.
 DRIVER_ROLE = "driver"
-# SkyRL has its own options for these, or the driver's role would be missing in the copies.
+# The fields that `checkpoint_config` must not set. SkyRL has its own option for `async_save`, our strategy sets the
+# roles, and copies in a remote store would lack the driver's role.
 _SAID_ELSEWHERE = ("async_save", "roles", "remote", "prune_remote", "upload_timeout_s")
 
 
 def options_of(config: CheckpointConfig, trainer_config: Any) -> CheckpointConfig:
-    """Returns the options of this package, in which SkyRL's own options override those of `config`.
+    """Returns the options of this package, in which SkyRL's own options override the options of `config`.
 
     `trainer_config` is SkyRL's TrainerConfig. Raises UnsupportedError and InvalidArgumentError.
     """

@@ -1,6 +1,7 @@
-"""Tells our steps in `trainer.ckpt_path` from those that SkyRL has saved without this package.
+"""Tells our steps in `trainer.ckpt_path` from steps that SkyRL has saved without this package.
 
-Both have names such as `global_step_10`. SkyRL's have the driver's files directly in the step's folder.
+Our steps and SkyRL's steps have names such as `global_step_10`. Only SkyRL's steps have the driver's files directly in
+the step's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STOCK_TRACKER = "latest_ckpt_global_step.txt"
 
 
 def newest(root: Path) -> Path | None:
-    """Returns the newest complete step of ours; None if SkyRL must look for one that it wrote.
+    """Returns our newest complete step; None if SkyRL must look for a step that SkyRL wrote.
 
     Raises CheckpointNotFoundError: there were complete steps of ours, but none is complete and intact now.
     """
@@ -42,8 +43,8 @@ def newest(root: Path) -> Path | None:
 def set_aside(step_path: Path) -> None:
     """Renames a step that SkyRL saved without this package, before the step is saved again. Raises OSError.
 
-    Otherwise a save that is interrupted after the new weights would leave them with SkyRL's old data position, which
-    SkyRL's driver would load with them. The next step of ours moves SkyRL's tracker.
+    Otherwise a save that is interrupted after the weights would leave the new weights with SkyRL's old data position,
+    and SkyRL's driver would load both. SkyRL's tracker is corrected once our next step is complete.
     """
     if not _is_stock(step_path):
         return
@@ -55,8 +56,8 @@ def set_aside(step_path: Path) -> None:
 def move_stock_tracker(root: Path) -> None:
     """Lets SkyRL's tracker name our newest complete step. Logs errors of the disk.
 
-    SkyRL without this package then raises an error. With an old tracker, it would go on from an old checkpoint of
-    SkyRL, and without a tracker it would start from the beginning.
+    If the run then continues without this package, SkyRL raises an error. With an old tracker, SkyRL would go on from
+    one of its old checkpoints. Without a tracker, SkyRL would start from the beginning.
     """
     try:
         last = newest_complete(root, DRIVER_ROLE)

@@ -2,8 +2,8 @@
 
 SkyRL's `RayPPOTrainer.save_checkpoints` (0.3) lets the workers save, then writes `data.pt` (the data loader's state)
 and `trainer_state.pt` next to the weights, and then its tracker. `FullyAsyncRayPPOTrainer` adds `fully_async_state.pt`
-(the prompts that were trained on) even after the tracker. Here the trainer still writes these files itself, but into a
-temporary folder, from which they become a role of the step:
+(the prompts that were trained on) even after the tracker. With this package, SkyRL's trainer writes these files into a
+temporary folder, and the package then commits them as a role of the step:
 
     <ckpt_path>/
     ├── latest_checkpointed_iteration.txt   our tracker
@@ -53,7 +53,7 @@ def checkpointed(trainer: Any, worker: Any = None) -> Any:
 
 
 class CheckpointTrainer:
-    """A mixin for SkyRL's trainers. It must be the first base. `checkpointed` makes such trainers."""
+    """A mixin for SkyRL's trainers. The mixin must be the first base. `checkpointed` makes such trainers."""
 
     # Attributes of RayPPOTrainer.
     cfg: Any
@@ -74,7 +74,7 @@ class CheckpointTrainer:
     def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
         """Makes the models' workers, and takes `checkpoint_worker` in place of SkyRL's PolicyWorker.
 
-        Raises UnsupportedError: the experiment has a policy worker of its own.
+        Raises UnsupportedError: the experiment has another policy worker than SkyRL's.
         """
         import ray
         from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker as stock
@@ -93,7 +93,7 @@ class CheckpointTrainer:
         Raises:
             CommitError: the driver's role was not committed, so the step does not count.
             UnsupportedError: the driver does not see what the workers have saved with this package.
-            Exception: a worker raised. Earlier steps stay, but not always an earlier save of this step.
+            Exception: a worker raised. Earlier steps stay, but an earlier save of this step may be lost.
         """
         root, step = self._root, self.global_step
         step_path = root / f"global_step_{step}"
@@ -115,7 +115,7 @@ class CheckpointTrainer:
                 self.checkpoint_options.timeout_s,
                 self.tracker.of_step(step, self.all_metrics, wanted),
             )
-        # SkyRL's own messages name the temporary folder.
+        # SkyRL's own messages name the temporary folder, so log the real folder.
         logger.info("committed the driver's files of step %d in %s", step, step_path / DRIVER_ROLE)
         delete_after_driver(root, DRIVER_ROLE, self.checkpoint_options, step)
         move_stock_tracker(root)
@@ -126,8 +126,8 @@ class CheckpointTrainer:
     ) -> bool:
         """True if our workers have saved all models, or are saving them. `before` has the attempts of earlier saves.
 
-        False if a save failed although no error was raised (`if_failed="warn"`). The driver's files must not complete
-        the step then: an earlier save of the step may still be there.
+        False if a save failed although no error was raised (`if_failed="warn"`). The driver's files must not be
+        committed then, because they could complete the weights of an earlier save of this step.
 
         Raises UnsupportedError: this process does not see the saves.
         """
@@ -147,13 +147,16 @@ class CheckpointTrainer:
         return True
 
     async def train(self) -> Any:
-        """Trains as SkyRL does, which waits for the last save at the end. Then SkyRL's tracker names the last step."""
+        """Trains as SkyRL does, and then makes SkyRL's tracker name the last step.
+
+        At the end of the training, SkyRL itself waits for the last save.
+        """
         result = await super().train()  # type: ignore[misc]
         move_stock_tracker(self._root)
         return result
 
     def _cleanup_old_checkpoints(self) -> None:
-        """Does nothing. SkyRL would count folders, also those that are not complete. We delete after the commit."""
+        """Does nothing, because SkyRL would also count steps that are not complete. We delete after the commit."""
 
     def load_checkpoints(self) -> Any:
         """Loads what `trainer.resume_mode` names, and returns what SkyRL's trainer returns.
@@ -161,7 +164,7 @@ class CheckpointTrainer:
         SkyRL's own `load_checkpoints` loads a checkpoint that SkyRL wrote.
 
         Raises:
-            CheckpointNotFoundError: there are checkpoints, but none is complete; or the one to load is not.
+            CheckpointNotFoundError: there are checkpoints, but none is complete; or the named step is not complete.
             CheckpointError: the data loader did not take its position back. (SkyRL only logs that, and starts the data
                 from the beginning.)
         """
@@ -186,7 +189,7 @@ class CheckpointTrainer:
         return (step, str(step_path), *more)
 
     def _find(self) -> Path | None:
-        """Returns the folder of the step of ours to load; None if SkyRL's own method does the right thing."""
+        """Returns the folder of our step to load; None if SkyRL's own method must load, or start from the beginning."""
         mode = self.resume_mode.value
         if mode == "latest":
             return newest(self._root)
@@ -221,7 +224,10 @@ class _Workers:
 
 
 class _Loader:
-    """Replaces the data loader during a load, and remembers what SkyRL only logs: that it has not got its position."""
+    """Replaces the data loader during a load, and notes whether the loader has taken its position.
+
+    If the loader could not take its position, SkyRL only logs this.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

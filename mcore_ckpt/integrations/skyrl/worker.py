@@ -1,4 +1,4 @@
-"""SkyRL's Megatron worker for the policy, which here saves and loads with this package.
+"""Makes SkyRL's Megatron worker for the policy save and load with this package.
 
 `MegatronPolicyWorkerBase` (0.3) makes its strategy in `init_worker_process_group`, and its `save_checkpoint` and
 `load_checkpoint` call the strategy. The strategy is replaced as soon as it is made.
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointStrategy(MegatronStrategy):
-    """SkyRL's MegatronStrategy that saves and loads with this package. `checkpoint_options` is set by the worker."""
+    """A MegatronStrategy that saves and loads with this package. The worker sets `checkpoint_options`."""
 
     checkpoint_options: CheckpointConfig
     _kept: KeptManager
@@ -45,24 +45,24 @@ class CheckpointStrategy(MegatronStrategy):
         scheduler: Any = None,
         tokenizer: Any = None,
     ) -> None:
-        """Saves into `ckpt_dir`, which is `<ckpt_path>/global_step_{N}/policy`. Every rank calls it.
+        """Saves into `ckpt_dir`, which is `<ckpt_path>/global_step_{N}/policy`. Every rank calls this method.
 
         With `async_dist_ckpt_save`, training continues while the files are written, and the commit follows.
 
-        Raises CheckpointError: see CheckpointManager.save. With an async save, also if the save before it failed.
+        Raises CheckpointError: see CheckpointManager.save; or the previous async save failed.
         """
         folder, step = Path(ckpt_dir), _step_of(Path(ckpt_dir))
         trainer = self._trainer(model, folder, optimizer, scheduler, tokenizer)
         manager = self._kept.get(folder.parents[1], trainer, self.checkpoint_options)
 
         def undo_earlier_save() -> None:
-            # This runs after all checks, because a save that is refused must leave the earlier one as it is.
+            # This runs after all checks, because a save that is refused must leave the earlier save as it is.
             uncommit_earlier_save(folder.parent, folder.name, DRIVER_ROLE)
 
         manager.save(step, roles=(folder.name, DRIVER_ROLE), path=folder, prepared=undo_earlier_save)
 
     def finalize_pending_saves(self) -> None:
-        """Waits until no save is under way. Raises CheckpointError on all ranks: that save failed."""
+        """Waits until no save is under way. Raises CheckpointError on all ranks: the save failed."""
         self._kept.wait()
 
     def load_checkpoint(
@@ -75,10 +75,10 @@ class CheckpointStrategy(MegatronStrategy):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
     ) -> tuple[str, dict[str, Any]]:
-        """Loads `ckpt_dir`, which this package or SkyRL wrote. Every rank calls it.
+        """Loads `ckpt_dir`, which this package or SkyRL wrote. Every rank calls this method.
 
         A checkpoint of this package may have been saved under another parallel layout. `load_module_strict` is for
-        SkyRL's own checkpoints alone: for ours, `strict` of CheckpointConfig counts.
+        SkyRL's own checkpoints alone. A checkpoint of this package must always fit the model.
 
         Raises CheckpointError: see CheckpointManager.load.
         """
@@ -143,7 +143,7 @@ class PolicyWorkerBase(MegatronPolicyWorkerBase):
 
 
 def with_checkpoints(strategy: Any, options: CheckpointConfig) -> CheckpointStrategy:
-    """Returns a strategy with the same attributes that saves and loads with this package."""
+    """Returns a strategy that has the attributes of `strategy`, and that saves and loads with this package."""
     made: Any = object.__new__(CheckpointStrategy)
     made.__dict__ = strategy.__dict__
     # With LoRA, SkyRL fills the base model from the HuggingFace folder. So only the adapters are saved, as SkyRL does.

@@ -1,4 +1,4 @@
-"""Checkpoints for slime (2026-08). One argument installs them: `--custom-megatron-init-path`.
+"""Checkpoints for slime (2026-08). One argument installs this integration:
 
     --custom-megatron-init-path mcore_ckpt.integrations.slime.install
 
@@ -15,7 +15,9 @@ __all__ = ["install"]
 
 
 def install(args: Any) -> None:
-    """Lets this process save and load with this package. slime calls this on each rank, before the model exists.
+    """Lets this process save and load with this package.
+
+    slime calls this function on each rank, before the model exists.
 
     Args:
         args: slime's arguments. `args.mcore_ckpt`, from the YAML file of `--custom-config-path`, has options of

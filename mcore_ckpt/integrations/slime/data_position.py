@@ -30,8 +30,8 @@ def newest_with_data(root: Path, role: str, data_root: Path, reads_role: bool) -
 
     The step to go back to is the newest complete step that has its data position. The driver reads the data position of
     the step that the actors return, so weights and data go back to the same step. The driver looks for the data
-    position in `data_root` (`--load`), and in the step if `reads_role` is set. None means that the newest step is the
-    right one: it has its data position, or no step ever had a data position.
+    position in `data_root` (`--load`), and in the step if `reads_role` is set. None means that the newest step can
+    be loaded, because it has its data position, or because no step ever had a data position.
 
     Raises CheckpointNotFoundError: there are data positions, but no complete step has its data position; or the newest
     step has its data position in a place where the driver would not look.

@@ -40,7 +40,7 @@ _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": T
 
 
 def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | None = None) -> None:
-    """Lets the actors of slime, or of a fork of it, save and load with this package.
+    """Lets the actors of slime, or of a fork of slime, save and load with this package.
 
     `args` are the arguments of slime or the fork, and `kind` is the class that saves and loads.
 
@@ -65,7 +65,7 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
 
 
 class ActorCheckpoints:
-    """Saves and loads the model of one actor or critic. Each rank has one, for the life of its process.
+    """Saves and loads the model of one actor or critic. Each rank has one such object, for the life of its process.
 
     `checkpoint` is the module `backends.megatron_utils.checkpoint` of the package. The package changes its arguments
     (`args`) between loads.
@@ -187,7 +187,7 @@ class ActorCheckpoints:
     def is_megatron_checkpoint(self, stock: Any) -> Any:
         """Returns a function that says whether a folder is a checkpoint, and not a HuggingFace folder.
 
-        The function knows the package's own checkpoints, and the folders of our roles and steps.
+        The function returns True for a checkpoint that slime or the fork wrote, and for a folder of our roles or steps.
         """
         names = (MANIFEST_FILE, f"*/{MANIFEST_FILE}")
         return lambda path: any(any(Path(path).glob(name)) for name in names) or stock(path)
@@ -223,7 +223,7 @@ class ActorCheckpoints:
         )
 
     def _shares_folder(self) -> bool:
-        """True if actor and critic save to the same folder. (`megatron_config_path` can give each its own folder.)"""
+        """True if actor and critic save to the same folder. (With `megatron_config_path`, the folders can differ.)"""
         return bool(self._args.use_critic) and getattr(self._args, "megatron_config_path", None) is None
 
     def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ class ActorCheckpoints:
 
 @contextmanager
 def _without_head(chunks: Sequence[Any]) -> Iterator[None]:
-    """Freezes the head of a model, so that a load with `skip_frozen` leaves it as it is.
+    """Freezes the head of a model, so that a load with `skip_frozen` leaves the head as it is.
 
     slime starts a critic from the actor's weights, whose head has one row per token, and then initializes the critic's
     head again (`_critic_output_layer_needs_reinit`).

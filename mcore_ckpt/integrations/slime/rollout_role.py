@@ -69,8 +69,8 @@ class RolloutInStep:
 
     Attributes:
         package: the name of the package: slime or a fork.
-        keeps_buffer: whether the samples in `buffer` are saved. Set it to False if samples have images or other objects
-            that are not plain values.
+        keeps_buffer: whether the samples in `buffer` are saved. Use False if samples have images or other objects that
+            are not plain values.
 
     Example:
         >>> class MySource(RolloutInStep, RolloutDataSourceWithBuffer): ...  # doctest: +SKIP
@@ -83,7 +83,9 @@ class RolloutInStep:
     buffer: Any
 
     def save(self, rollout_id: int) -> None:
-        """Commits the position and the buffer to the step of this rollout. The driver calls it after the models' saves.
+        """Commits the position and the buffer to the step of this rollout.
+
+        The driver calls this method after the models' saves.
 
         Raises:
             UnsupportedError: a sample in the buffer has something other than plain values and tensors.
@@ -144,7 +146,7 @@ class RolloutInStep:
                 files.write_values(_BUFFER_FILE, {"groups": buffer})
 
         commit_role(
-            # The trainer locks of the models protect this role, too.
+            # This commit takes no trainer lock, because the locks of the models' roles protect this role, too.
             driver_agreement(ROLLOUT_ROLE, timeout_s),
             step_dir(root, rollout_id) / ROLLOUT_ROLE,
             rollout_id,

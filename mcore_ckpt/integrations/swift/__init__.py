@@ -2,9 +2,9 @@
 
     python -m mcore_ckpt.integrations.swift sft --model Qwen/Qwen3-8B --output_dir out ...
 
-takes the place of `megatron sft`. With `pt` or `rlhf`, it takes the place of `megatron pt` or `megatron rlhf`. The
-options are ms-swift's own, and `--mcore_ckpt`. Your own pipeline can use a trainer class from here, or put
-`CheckpointTrainer` first among the bases of its trainer. See docs/integrations.md.
+This command takes the place of `megatron sft`. With `pt` or `rlhf`, the command takes the place of `megatron pt` or
+`megatron rlhf`. The options are ms-swift's own, and `--mcore_ckpt`. Your own pipeline can use a trainer class from this
+module, or put `CheckpointTrainer` first among the bases of its trainer. See docs/integrations.md.
 """
 
 from __future__ import annotations

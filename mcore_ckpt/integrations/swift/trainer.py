@@ -88,7 +88,7 @@ class CheckpointTrainer:
         return self._take_over(self._found(self._checkpoints.load(training, options, config)))
 
     def save_checkpoint(self) -> None:
-        """Saves `<output_dir>/checkpoint-{iteration}`, as ms-swift does. Every rank calls it.
+        """Saves `<output_dir>/checkpoint-{iteration}`, as ms-swift does. Every rank calls this method.
 
         Raises CheckpointError: see CheckpointManager.save.
         """
@@ -106,10 +106,11 @@ class CheckpointTrainer:
         self._link_committed()
 
     def _rotate_checkpoints(self, output_dir: str) -> None:
-        """Keeps `save_total_limit` checkpoints, the newest and the best, and deletes older ones. Only rank 0 calls it.
+        """Keeps `save_total_limit` checkpoints, the newest and the best, and deletes older checkpoints.
 
-        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned checkpoints stay. The
-        checkpoint that was saved just now also stays, even if the run went back and checkpoints of later steps exist.
+        Only rank 0 calls this method. Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned
+        checkpoints stay. The checkpoint that was saved just now also stays, even if the run went back and checkpoints
+        of later steps exist.
         """
         limit = kept_count(self.args.save_total_limit)
         if limit is None:
@@ -143,7 +144,7 @@ class CheckpointTrainer:
         config = replace(self._own, skip_frozen=peft_format, save_contents=contents)
         handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
         if is_master():
-            # ms-swift copies this file into a merged model, and reads the iteration of HuggingFace weights from it.
+            # ms-swift reads the iteration of HuggingFace weights from this file, and copies it into a merged model.
             write_tracker(step_path, iteration)
         self._link_committed()  # links the previous save, for which the manager has waited
         if args.async_save and async_finalize_fn is not None:
@@ -189,7 +190,7 @@ class CheckpointTrainer:
         return loaded
 
     def _take_over(self, loaded: Loaded) -> int:
-        """Restores the counters of a checkpoint. Returns its iteration."""
+        """Restores the counters of a checkpoint. Returns the checkpoint's iteration."""
         self.args.consumed_train_samples = loaded.counters["consumed_train_samples"]
         for name in _BEST:
             setattr(self.state, name, loaded.state.get(name))
@@ -202,7 +203,7 @@ class CheckpointTrainer:
         )
 
     def _link_committed(self) -> None:
-        """Lets ms-swift's link `last-checkpoint` point to an async save once it is committed."""
+        """Makes ms-swift's link `last-checkpoint` point to an async save once the save is committed."""
         if self._committing is not None and self._committing[0].done:
             (handle, link), self._committing = self._committing, None
             if handle.committed and is_master():
@@ -220,7 +221,7 @@ def _is_ours(folder: str) -> bool:
 
 
 def _step_of_weights(folder: str) -> str | None:
-    """Returns the folder of our step to which HuggingFace weights belong; None if there is none.
+    """Returns the folder of our step to which HuggingFace weights belong; None if there is no such step.
 
     The step is the folder of the weights or, for merged weights, the folder of the checkpoint that was merged. Merged
     weights have no counters: ms-swift would copy the counters from `iter_{N}/common.pt`, which no step of ours has.

@@ -1,4 +1,4 @@
-"""Commits the files that verl's driver writes into a step as a role of this step, and restores them.
+"""Commits, as a role of each step, the files that verl's driver writes into the step, and restores these files.
 
     <root>/global_step_{N}/
     ├── actor/  critic/     committed by the workers
@@ -7,7 +7,7 @@
     └── driver/             the same files, with a manifest of their sizes and CRCs: committed after the workers
 
 `driver/transfer_queue/` has hard links, so that these files take disk space only once. verl overwrites `data.pt` in
-place when it saves a step again, so the role has a copy of it.
+place when it saves a step again, so the role has a copy of this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ DRIVER = "driver"
 """The name of the role."""
 _QUEUE = "transfer_queue"
 
-# The number of threads that sync files. TransferQueue writes a file for each value that it has put on an SSD.
+# The number of threads that sync files. There can be many files, because TransferQueue writes one file for each value
+# that it has put on an SSD.
 _THREADS = 8
 
 
@@ -62,8 +63,8 @@ def _files_in(entries: dict[str, Path]) -> dict[str, Path]:
 
 
 def _shares(path: str) -> bool:
-    # Files in folders are hard links: TransferQueue writes a new folder and renames it, but `torch.save` overwrites a
-    # file.
+    # A file in a folder can be a hard link, because TransferQueue writes a new folder and renames it. `data.pt` must be
+    # a copy, because `torch.save` overwrites the file in place.
     return "/" in path
 
 

@@ -55,8 +55,8 @@ def settings_of_run(config: Any, has_critic: bool) -> CheckpointConfig:
     counts = [trainer.get(f"max_{role}_ckpt_to_keep") for role in trained_roles(has_critic)]
     if trainer.get("remove_previous_ckpt_in_save"):
         counts = [1]
-    # Take the smallest count. Each worker has noted the rules of its role, so a step that another role keeps stays
-    # nevertheless.
+    # Take the smallest count. Each worker has noted the rules of its role, so the driver does not delete a step that
+    # another role keeps.
     smallest = min((count for each in counts if (count := kept_count(each)) is not None), default=None)
     settings = settings_of(read_options(_options(config, "actor")), smallest)
     why = "the driver's files are only in the shared folder, so a step on the nodes would never be complete"

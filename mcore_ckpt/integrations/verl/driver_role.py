@@ -40,10 +40,11 @@ _POLL_S = 0.2
 
 
 class DriverRole(CheckpointCallback):
-    """Makes `data.pt` and `transfer_queue/` a role of each step. Give it as `trainer.checkpoint_callback_class`.
+    """Makes `data.pt` and `transfer_queue/` a role of each step.
 
-    A step is then complete once the workers, and after them the driver, have committed. verl makes the callback in its
-    driver before the workers, and calls it after the driver has written its files.
+    To use this class, name it in `trainer.checkpoint_callback_class`. A step is then complete once the workers, and
+    after them the driver, have committed. verl makes the callback in its driver before the workers, and calls the
+    callback after the driver has written its files.
 
     Args:
         config: verl's whole configuration. DriverRole sets `checkpoint.roles` in it, because the workers cannot see
@@ -81,7 +82,7 @@ class DriverRole(CheckpointCallback):
         Raises CheckpointError: the role was not committed, so the step is not complete. After an async save, the next
         call or `wait` raises this error. With `if_failed="warn"` the error is only logged.
         """
-        # The workers have begun this save, so their previous save has ended.
+        # The workers have begun this save, so their previous save has ended. Do not wait for that save any longer.
         self._next_save.set()
         self.wait()
         self._next_save.clear()

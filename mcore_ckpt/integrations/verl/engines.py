@@ -1,7 +1,7 @@
 """Makes verl's megatron engines save and load with this package.
 
-Importing this module registers the engines. verl 0.9 uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`; verl 0.6 to 0.8
-have no vendors, so there our engines replace verl's own.
+Importing this module registers the engines. verl 0.9 uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`. verl 0.6 to 0.8
+have no vendors, so in these versions our engines replace verl's own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _WithCheckpoints:
         manager = self.checkpoint_mananager
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.module):
             # Offloaded parameters can hold old values of other ranks' shards. The new values must be gathered on the
-            # GPU, so verl's method loads the parameters there first.
+            # GPU, so call verl's method, which first brings the parameters back to the GPU.
             super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)  # type: ignore[misc]
         else:
             manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)

@@ -26,7 +26,7 @@ class ResumesAtEpochEnd:
         super().__init__(config)  # type: ignore[call-arg]
         step = self.resume_global_step
         # After the very last step the exhausted loader must stay. With a new loader the trainer would train one more
-        # step, because the trainer checks only after a step whether it has reached the last one.
+        # step, because the trainer checks only after a step whether it has reached the last step.
         if 0 < step < self.total_training_steps and step % self.steps_per_epoch == 0:
             # A new loader is enough, because the trainer computes the epoch from the step.
             self._build_dataloader()

@@ -38,7 +38,7 @@ _managers: WeakSet[MegatronCheckpointManager] = WeakSet()
 
 
 class MegatronCheckpointManager:
-    """A checkpoint manager that replaces verl's class of the same name. Every rank makes one.
+    """A checkpoint manager that replaces verl's class of the same name. Every rank makes such a manager.
 
     The constructor touches nothing on disk, because only saves and loads name the folder.
 
@@ -46,8 +46,8 @@ class MegatronCheckpointManager:
         model: the list of virtual chunks.
         optimizer: megatron's optimizer, or None.
         optimizer_scheduler: megatron's LR scheduler, or None. The scheduler's position is loaded together with the
-            optimizer. verl's option `use_checkpoint_opt_param_scheduler` decides only whether the saved schedule or the
-            configured one continues from that position.
+            optimizer. verl's option `use_checkpoint_opt_param_scheduler` decides only whether the saved or the
+            configured schedule continues from that position.
         checkpoint_config: verl's options `save_contents`, `load_contents` (None means model, optimizer and extra) and
             `async_save`, and the options that McoreCkptConfig adds.
         checkpoint_contents: the option of verl 0.4 that replaces both `save_contents` and `load_contents`.
@@ -116,7 +116,7 @@ class MegatronCheckpointManager:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Saves to exactly `local_path`. Every rank calls it.
+        """Saves to exactly `local_path`. Every rank calls this method.
 
         Returns when the checkpoint is committed. With `async_save` it returns as soon as the training state may change
         or be offloaded.
@@ -146,7 +146,9 @@ class MegatronCheckpointManager:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Loads the checkpoint in `local_path`, which this package or verl's own manager wrote. Every rank calls it.
+        """Loads the checkpoint in `local_path`, which this package or verl's own manager wrote.
+
+        Every rank calls this method.
 
         Args:
             local_path: see `save_checkpoint`.
@@ -188,7 +190,10 @@ class MegatronCheckpointManager:
             self._delete_later = place
 
     def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
-        """Removes verl's data of steps that were only on the nodes, and are no longer there. Every rank calls it."""
+        """Removes verl's data of steps that only the nodes had, and that the nodes no longer have.
+
+        Every rank calls this method.
+        """
 
         def bare() -> dict[str, Any]:
             try:
@@ -259,14 +264,14 @@ class MegatronCheckpointManager:
         return None
 
     def wait(self) -> None:
-        """Waits until no save and no upload is under way. Every rank calls it.
+        """Waits until no save and no upload is under way. Every rank calls this method.
 
         Raises CheckpointError: a save failed, and no earlier call has raised its error.
         """
         self._kept.wait()
 
     def close(self) -> None:
-        """Waits for a save that is under way and frees the host memory that saves use. Every rank calls it.
+        """Waits for a save that is under way and frees the host memory that saves use. Every rank calls this method.
 
         Raises CheckpointError: see `wait`.
         """
@@ -306,7 +311,7 @@ class MegatronCheckpointManager:
         if not any(each.is_complete for each in newer):
             return
         if not loaded.step_path.exists():
-            self._delete_later = None  # the other role's manager or retention has deleted it
+            self._delete_later = None  # retention, or the manager of another role, has deleted the step
         elif not status.is_complete:
             logger.warning("%s was to be deleted, but stays: %s", loaded.step_path, status.reason)
             self._delete_later = None

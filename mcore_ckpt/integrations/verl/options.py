@@ -54,7 +54,7 @@ def settings_of(options: Mapping[str, Any], max_to_keep: int | None, hdfs_path: 
     """
     found = {**options, "max_to_keep": max_to_keep}
     if hdfs_path:
-        # verl applies max_ckpt_to_keep only to local folders, and never deletes remote copies.
+        # As verl does, apply max_ckpt_to_keep only to local folders, and never delete remote copies.
         found.update(remote=remote_root(hdfs_path), prune_remote=False)
     if max_to_keep is None:
         for rule in ("keep_every", "keep_best", "keep_for"):

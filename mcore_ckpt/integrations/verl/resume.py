@@ -39,7 +39,7 @@ _KNOWN = ("data.pt", "data_#.pt", "transfer_queue")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True if a folder is a checkpoint of ours or of another program that we can read, even if it is damaged."""
+    """True if a folder is a checkpoint, even a damaged one, of ours or of a program whose checkpoints we can read."""
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
@@ -116,7 +116,7 @@ def bare_steps(place: Place) -> list[int]:
     """
     complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0
-    # Only files that the trainer writes into each step are deleted.
+    # Only files that the trainer writes into each step may be deleted. The complete step shows which files these are.
     known = set() if complete is None else companions_of(complete.path).keys()
     needed = {place.step, read_tracker(place.root)}
     older = {step: folders for step, folders in step_dirs(place.root).items() if step < newest and step not in needed}
@@ -153,6 +153,7 @@ def _is_whole(place: Place, step: int, on_nodes: OnNodes) -> bool:
     if step not in on_nodes and not is_checkpoint(other.folder):
         return False
     status = step_status(other.step_path)
-    # A checkpoint of another program has no manifest that would show whether it is complete. It counts as complete.
+    # A checkpoint of another program has no manifest that would show whether it is complete. So such a checkpoint
+    # counts as complete.
     is_complete = status.is_complete if status.declared and step not in on_nodes else True
     return is_complete and first_cut(other.step_path, _KNOWN) is None

@@ -1,9 +1,9 @@
-"""Reads the parts of a checkpoint that verl's own manager keeps outside of its `torch_dist` shards.
+"""Reads the parts of a checkpoint that verl's own manager keeps outside of the `torch_dist` shards.
 
 - HuggingFace weights, which verl writes by default.
 - The adapters of verl 0.7: a file per rank. verl 0.8 and newer have adapters in `torch_dist` shards.
-- The value head of a critic. mbridge saves verl's critics. It calls the head `lm_head.weight`, with one row, and writes
-  the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for such a head is `score.weight`.
+- The value head of a critic. mbridge, which saves verl's critics, calls the head `lm_head.weight`, with one row, and
+  writes the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace calls such a head `score.weight`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def adapter_folder(folder: Path) -> Path | None:
 
 
 def value_head_file(folder: Path) -> Path | None:
-    """Returns the file with a critic's head, under verl's name, in a HuggingFace folder; None if there is none."""
+    """Returns the file of a HuggingFace folder that has a critic's head under verl's name; None if there is none."""
     from safetensors import safe_open  # verl depends on safetensors
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -68,9 +68,10 @@ def value_head_file(folder: Path) -> Path | None:
 
 
 def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
-    """Fills the model's adapters from an `adapter_folder`. The parallel layout must be the saved one.
+    """Fills the model's adapters from an `adapter_folder`. The parallel layout must be the same as at the save.
 
-    Every rank calls it. Also sets the optimizer's main parameters from the adapters, unless `optimizer` is None.
+    Every rank calls this function. Also sets the optimizer's main parameters from the adapters, unless `optimizer` is
+    None.
 
     Raises:
         CheckpointMismatchError: a file does not fit the model. Nothing has changed.
@@ -92,7 +93,7 @@ def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: 
 def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, file: Path) -> None:
     """Fills the model's head from a `value_head_file`. Only ranks of the last stage have a head.
 
-    Every rank calls it. Also sets the optimizer's main parameter from the head, unless `optimizer` is None.
+    Every rank calls this function. Also sets the optimizer's main parameter from the head, unless `optimizer` is None.
 
     Raises CheckpointMismatchError: the head does not fit the model. The head has not changed.
     """
@@ -102,7 +103,7 @@ def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer
 def _fill(
     manager: CheckpointManager, topic: str, question: dict[str, str], read: Callable[[], _Pairs], optimizer: Any
 ) -> None:
-    """Copies saved tensors into live ones, once all ranks have read their saved tensors."""
+    """Copies saved tensors into live tensors, once all ranks have read their saved tensors."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def request() -> dict[str, str]:
@@ -117,7 +118,7 @@ def _fill(
 
 
 def _read_adapters(chunk: Any, file: Path) -> _Pairs:
-    """Returns each adapter with its saved tensor. The file has the names of the unwrapped model."""
+    """Returns each adapter with its saved tensor. Unwraps the chunk, because the file has names without wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     found = load_safely(file, str(file))

@@ -1,8 +1,9 @@
 """Makes the megatron workers of verl 0.4 to 0.7 save and load with this package.
 
 These workers look the checkpoint manager up by name in `verl.workers.megatron_workers`, and the import of this module
-replaces the manager there. So `model.external_lib` can name this module: the workers import it before they make the
-manager. verl 0.8 and newer have engines instead (`engines.py`), and import `model.external_lib` only for the actor.
+replaces the manager there. `model.external_lib` can name this module, because the workers import the named module
+before they make the manager. verl 0.8 and newer have engines instead (`engines.py`), and import `model.external_lib`
+only for the actor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class WorkerCheckpointManager(MegatronCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """See MegatronCheckpointManager. Waits for the last save, because Ray kills the workers after it."""
+        """See MegatronCheckpointManager. Waits for the last save, because Ray kills the workers after that save."""
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         if 0 < self._last_step <= global_step:
             self.wait()
