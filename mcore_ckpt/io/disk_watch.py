@@ -405,7 +405,7 @@ class DiskWatch:
         try:
             return started.result()
         finally:
-            del started  # `started` keeps the error, which keeps this frame
+            del started  # an error refers to this frame, so the work would live as long as the error
 
     def leave(self, work: Work[Any]) -> None:
         """Refuses all other work until this work has ended."""

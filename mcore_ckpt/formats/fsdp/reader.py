@@ -101,7 +101,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
     """Describes the model of a config, as `model_from_config` does, but accepts an architecture without a table.
 
     FSDP shards already are HuggingFace's tensors, so no table is needed to read them. For an architecture without a
-    table, the facts come only from the config: whether the embeddings are tied, and whether the model is a value model.
+    table, the facts come only from the config: whether the embeddings are tied, and of which kind the output is.
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized

@@ -114,7 +114,9 @@ def _base_config(folder: Path, adapter: Mapping[str, Any], base: Path | None) ->
 def effective_alpha(adapter: Mapping[str, Any], path: Path) -> float:
     """Returns the number alpha for which alpha / r is the scale of an adapter of rank r.
 
-    Raises CheckpointCorruptError: `adapter_config.json` lacks the alpha or the rank.
+    Raises:
+        CheckpointCorruptError: `adapter_config.json` lacks the alpha or the rank.
+        UnsupportedError: `use_rslora` is set together with `rank_pattern`.
     """
     try:
         alpha, rank = fields.get_number(adapter, "lora_alpha"), fields.get_int(adapter, "r")

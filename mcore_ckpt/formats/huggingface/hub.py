@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 Needs = Literal["model", "assets", "all", "config"]
 """The files that a caller reads: "config" is `config.json`, "model" is `config.json` and the weights, "assets" is
-everything but the weights, and "all" is everything."""
+everything except the weights, and "all" is everything."""
 
 # An adapter in PEFT's form has these files instead of the files of a model.
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

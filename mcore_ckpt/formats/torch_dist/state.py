@@ -8,7 +8,8 @@ the pickles in `.metadata` and in every sharded object (`FileSystemReader.read_m
 `load_parameter_state_from_fully_reshardable` looks for a `step` of each parameter
 (`_set_main_param_and_optimizer_states`), but the checkpoint stores the step in the param groups.
 
-The model loads under any layout, and random states load only under the same tensor- and pipeline-parallel sizes.
+The model loads under any layout. Random states load only under the same tensor- and pipeline-parallel sizes and, with
+expert parallelism, only with the same number of replicas.
 `optimizer_state.py` says under which layouts the optimizer's state loads. Padding rows of the vocabulary that the
 checkpoint lacks keep their fresh values.
 """

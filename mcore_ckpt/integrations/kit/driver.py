@@ -116,7 +116,9 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
     `verify` reads all files and checks their CRCs. Otherwise only the sizes are checked, and a load checks the CRCs of
     the bytes that it reads.
 
-    Raises CheckpointNotFoundError: there are steps, but none of them is complete and intact.
+    Raises:
+        CheckpointNotFoundError: there are steps, but none of them is complete and intact.
+        CheckpointCorruptError: no step is complete, and files of a committed step are missing.
     """
     if _first_was_interrupted(root):
         logger.warning("%s: the first checkpoint was never complete, so it is not loaded", root)

@@ -57,7 +57,8 @@ def find(
     Raises:
         CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but there is no such
             step.
-        CheckpointCorruptError: the framework's own checkpoint cannot be read.
+        CheckpointCorruptError: the framework's own checkpoint cannot be read; or no step of ours is complete, and
+            files of a committed step are missing.
     """
     named = next((folder for folder in (root, root / role) if (folder / MANIFEST_FILE).exists()), None)
     if named is not None:

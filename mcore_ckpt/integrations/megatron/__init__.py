@@ -323,7 +323,8 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
     Megatron-LM's loop calls this function at each iteration and at the end (`async_utils.py`).
 
     Args:
-        blocking: True waits until no save is under way. False does nothing, because a save commits on its own thread.
+        blocking: True waits until no save is under way. False waits for nothing, because a save commits on its own
+            thread.
         terminate: True also waits, and then frees the memory that saves use.
 
     Raises:

@@ -65,7 +65,7 @@ class RolloutBankPart:
         """Measures the files of the bank, and returns the function that copies them while the training continues.
 
         The files only grow. But a compaction replaces them, so they stay open until they are copied. If there are too
-        many files, the smallest are copied at once.
+        many files, the smallest are copied at once. Returns None if there is no bank yet.
         """
         bank = self._folder()
         if not (bank / _MANIFEST).exists():
