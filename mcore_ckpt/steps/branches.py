@@ -47,8 +47,8 @@ class Position:
 
     Attributes:
         last: the largest commit number that is known.
-        of_role: the largest number of this role's commits. After a load, this includes the commits that other roles had
-            made to this role's steps.
+        of_role: the largest number of this role's commits. After a load, the commits that other roles had made to this
+            role's steps count, too.
         parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """

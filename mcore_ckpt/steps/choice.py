@@ -3,8 +3,8 @@
 The newest step is the step that was committed last. It need not have the highest step number. Clocks do not count. The
 last commit of a role also says which steps are abandoned for that role (`branches.py`). To find the abandoned steps,
 the manifest of that commit is enough. If files of the last commit are missing, its step cannot be loaded, but the
-abandoned steps stay abandoned. So damage never brings back a step that the training has given up, unless nothing else
-is left.
+abandoned steps stay abandoned. So damage brings back a step that the training has given up only if nothing else is
+left.
 
 This module itself reads nothing, but the property `is_complete` of a step may look at the step's files.
 """
@@ -55,7 +55,7 @@ def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed]
 
 
 def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]:
-    """Sorts steps by their commits, with abandoned steps before all others. A load first tries the last step.
+    """Sorts steps by their commits, with abandoned steps before all others. A load tries the steps from the end.
 
     Steps of the same commit keep their order. Only the commits of `roles` count; if `roles` is empty, all commits
     count.
@@ -67,7 +67,7 @@ def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
     """Returns the numbers of the steps that all of their roles have given up.
 
     A role gives up the steps that are not in the branch of its own last commit. Roles that are saved at different steps
-    do not know each other's commits, so the last commit of one role gives up nothing of another role.
+    do not know each other's commits, so the last commit of one role gives up no step of another role.
     """
     lasts = {role: last_commit(steps, (role,)) for role in {claim.role for each in steps for claim in each.claims}}
     return frozenset(each.step for each in steps if _is_given_up(each, lasts))
@@ -103,7 +103,7 @@ class Choice(Generic[Step]):
 
     Attributes:
         steps: the steps to try, in this order: the newest whole step, then older steps, whose files nobody has looked
-            at, because there may be thousands. Abandoned steps come last.
+            at, because there may be thousands of older steps. Abandoned steps come last.
         passed_over: the newer steps that cannot be loaded, and the steps of another run. If there is no step to try,
             `passed_over` has all steps.
         roles: the roles to load.
@@ -163,12 +163,13 @@ def _what_is_gone(step: Weighed) -> str:
 def choose(
     steps: Sequence[Step], roles: Sequence[str] = (), needed: Mapping[str, Collection[str]] = NOTHING
 ) -> Choice[Step]:
-    """Chooses the steps to load from. Each of them has all `roles`.
+    """Chooses the steps to load from. Each of these steps has all `roles`.
 
     Of two steps with the same commit number, the step with the higher step number is tried first.
 
-    `needed` has, by role, the contents that the load needs, such as "optimizer". A step that has lost some of these
-    contents to retention is chosen only if no step with all of them is whole. Then the load says what is missing.
+    `needed` has, by role, the contents that the load needs, such as "optimizer". If retention has removed some of these
+    contents from a step, the step is chosen only if no whole step has all of these contents. Then the load says what is
+    missing.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
@@ -183,8 +184,8 @@ def choose(
         return Choice((), tuple(last_first), tuple(roles))
 
     def is_passed_over(step: Step) -> bool:
-        # Without claims, the step has no manifest that can be read. If it has no problems either, its save may be under
-        # way, so it is not passed over.
+        # Without claims, the step has no manifest that can be read. If the step has no problems either, its save may be
+        # under way, so the step is not passed over.
         if not step.claims:
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])

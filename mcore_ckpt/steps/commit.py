@@ -87,9 +87,9 @@ def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
 
     Raises CommitError.
     """
-    # The size of each file takes a call, even if the folders are listed. Each thread takes several files at a time,
-    # because otherwise, on a local file system, the threads would spend most of their time on handing over Python's
-    # global lock.
+    # Several threads look, because the size of each file takes a system call, even if the folders are listed. Each
+    # thread takes several files at a time, because otherwise, on a local file system, the threads would spend most of
+    # their time on handing over Python's global lock.
     written = list(files)
     length = max(1, min(_FILES_AT_ONCE, len(written) // (tuning.LOOK_THREADS * _TURNS)))
     parts = [written[start : start + length] for start in range(0, len(written), length)]
@@ -114,13 +114,13 @@ def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
 
 
 def _size_of(path: str) -> int:
-    # If a call hangs, `io/disk_watch.py` takes the path from the variables of the innermost function. In this function
-    # that is the file's path. In the caller it would be the folder's path.
+    # If a call hangs, `io/disk_watch.py` takes the path from the variables of the innermost function. The path in this
+    # function is the file's path. In the caller, the path would be the folder's path.
     return os.stat(path).st_size
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[int], int] = lambda rank: 0) -> None:
-    """Checks that all ranks that wrote parts of the same file planned the same tensors for it.
+    """Checks that all ranks that wrote parts of one file planned the same tensors for this file.
 
     A file's owner collects only the parts that it expects, so the owner would not notice a rank that has planned
     different tensors.
@@ -148,8 +148,8 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
 
     All other files, and the names in the folders below `staging`, must be durable already.
 
-    Raises OSError, and CommitError if the manifest could not be read back. Without this check, a checkpoint that cannot
-    be loaded could replace an intact older checkpoint.
+    Raises OSError, and CommitError if the manifest could not be read back: a checkpoint that cannot be loaded must not
+    replace an intact older checkpoint.
     """
     try:
         data = encode_readable(manifest)
@@ -200,7 +200,7 @@ def _rename_new(staging: Path, role_dir: Path) -> bool:
     try:
         os.rename(staging, role_dir)
     except OSError as error:
-        # Another program has just made the role's folder.
+        # ENOTEMPTY or EEXIST: another program has just made the role's folder.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
@@ -231,14 +231,14 @@ def _rename_in_turn(staging: Path, role_dir: Path, replaced: Path) -> None:
 
 
 def restore_replaced(replaced: Path, role_dir: Path) -> bool:
-    """Puts back a checkpoint that was moved aside, if the new one was never committed.
+    """Puts back a checkpoint that was moved aside, if the new checkpoint was never committed.
 
     Returns False if the old checkpoint is no longer needed, or if `replaced` is not a checkpoint.
     """
     if (role_dir / file_names.MANIFEST_FILE).exists() or not (replaced / file_names.MANIFEST_FILE).exists():
         return False
     if role_dir.exists():
-        # Another program has made the folder again, for its own files.
+        # Another program has made the folder again, for its own files. Move these files to the old checkpoint first.
         move_foreign_entries(role_dir, replaced)
         remove_if_empty(role_dir)
     if role_dir.exists():
@@ -257,7 +257,7 @@ def remove_replaced(old: Path, role_dir: Path) -> None:
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
     elif (work := file_names.parse_work_dir(old.name)) is not None and work.purpose == "replaced":
-        # Otherwise `old` would count as the role's checkpoint again once the new checkpoint is deleted.
+        # With its manifest, `old` would count as the role's checkpoint again once the new checkpoint is deleted.
         with suppress(OSError):
             (old / file_names.MANIFEST_FILE).unlink(missing_ok=True)
 

@@ -34,8 +34,8 @@ def link_foreign_files(old: Path, new: Path) -> bool:
 def move_foreign_entries(old: Path, new: Path) -> bool:
     """Moves, durably, the foreign files and folders of `old` that `new` lacks or has in an older version.
 
-    These are entries that `link_foreign_files` could not link, and entries that were written after its call. Returns
-    False if something has to stay in `old`.
+    These are entries that `link_foreign_files` could not link, and entries that were written after its links were made.
+    Returns False if something has to stay in `old`.
     """
     moved = False
     for entry in _foreign_entries(old):
@@ -52,7 +52,7 @@ def move_foreign_entries(old: Path, new: Path) -> bool:
             logger.warning("%s belongs in %s, but could not be moved there, and stays: %s", entry, new, error)
             return False
     if moved:
-        # Otherwise the caller's removal of `old` could reach the disk before the move.
+        # Make the move durable. Otherwise the caller's removal of `old` could reach the disk before the move.
         sync_dir(new)
     return True
 

@@ -84,7 +84,7 @@ def notes_among(names: Iterable[str], role: str) -> list[str]:
 
 
 def end_links(note: Path, alone: bool) -> None:
-    """Removes the trainer's names of the files in a note, and then the note, if their checkpoint is committed.
+    """Removes the trainer's names of the files in a note, and then the note, if the files' checkpoint is committed.
 
     If the save of the checkpoint has failed, the trainer's files stay, and only the note is removed. If the save may
     still be under way, nothing happens. `alone` is True if this process holds the role's trainer lock, so that no save
@@ -115,7 +115,7 @@ def end_links(note: Path, alone: bool) -> None:
     for folder in reversed(folders):
         with suppress(OSError):
             folder.rmdir()
-    # If an earlier process died while it copied, its copy may still be there.
+    # If an earlier process died while it copied a file, the incomplete copy may still be there.
     file_names.handed_over_copy(note).unlink(missing_ok=True)
     note.unlink(missing_ok=True)
 
@@ -131,7 +131,7 @@ def remove_notes(staging: Path) -> None:
 
 def _end_link(file: LinkedFile, role_dir: Path, note: Path) -> None:
     source, stored = Path(file.source), inside(role_dir, file.path)
-    found = _stat_of(source)  # before `stored`, because another thread may be removing the trainer's name
+    found = _stat_of(source)  # look here first, because another thread may be removing the trainer's name
     kept = _stat_of(stored)
     if kept is None:
         return
@@ -160,7 +160,7 @@ def _stat_of(path: Path) -> os.stat_result | None:
 
 
 def _give_own_bytes(stored: Path, note: Path) -> None:
-    """Replaces a file of a checkpoint by a copy, so that no other name leads to it."""
+    """Replaces a file of a checkpoint by a copy that no other name leads to."""
     copy = file_names.handed_over_copy(note)
     copy.unlink(missing_ok=True)
     copy_hashed(stored, copy)

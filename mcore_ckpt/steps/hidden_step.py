@@ -62,15 +62,16 @@ def hide_step(step_path: Path) -> HiddenStep:
     try:
         for folder in replaced_checkpoints(step_path):
             hidden = file_names.deleted_dir(step_path, new_attempt())
-            # The caller may still put the folder back, with the step. Until that is decided, the owner file keeps other
-            # processes from removing the folder.
+            # The caller may still put the folder back, with the step. Until the caller decides, the owner file keeps
+            # other processes from removing the folder.
             with suppress(OSError):
                 if not folder.is_symlink():
                     write_owner(folder)
             os.rename(folder, hidden)
             replaced[folder] = hidden
         if replaced:
-            # Without this sync, the rename of the step might survive a power loss, and these renames might not.
+            # Without this sync, the rename of the step might survive a power loss, and the renames of the replaced
+            # checkpoints might not.
             sync_dir(step_path.parent)
         path = file_names.deleted_dir(step_path, new_attempt())
         os.rename(step_path, path)

@@ -1,4 +1,4 @@
-"""Tracks a trainer's run and the checkpoint that it goes on from, and gives each commit its number and parent.
+"""Tracks the run of a trainer and the checkpoint to go on from, and gives each commit its number and parent.
 
 Only rank 0 uses this module. Rank 0 makes manifests only while it holds the role's lock.
 
@@ -90,7 +90,7 @@ class RunHistory:
         """
         held = ExitStack()
         if self._last is not None:
-            # A checkpoint that was loaded from the nodes may be in the root, too. Then its copy in the root is
+            # A checkpoint that was loaded from the nodes may be in the root, too. Then the copy in the root is
             # protected.
             step = file_names.step_dir(self._root, self._last[0].step) / self._role
             place = self._last[1]
@@ -128,10 +128,10 @@ class RunHistory:
                 )
 
     def in_root(self, head: ManifestSummary) -> None:
-        """Notes that a checkpoint of the role is committed. Ends `hold` if its save began after the load.
+        """Notes that a checkpoint of the role is committed. Ends `hold` if that save began after the load.
 
-        The copy of an earlier step from the nodes may also be committed after the load. This does not end `hold`: even
-        if that step goes on from the loaded checkpoint, the training does not go on from that step.
+        An earlier step may also be copied from the nodes and committed after the load. Its commit does not end `hold`:
+        even if that step goes on from the loaded checkpoint, the training does not go on from that step.
         """
         with self._hold_lock:
             has_gone_on = head.commit is not None and head.commit.number > self._held_at
@@ -189,7 +189,7 @@ class RunHistory:
             # parent only from a step that this run wrote.
             self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:
-            # The commit numbers of another run do not count in this run.
+            # The commit numbers of another run do not count in this run, so begin with an empty branch.
             self._position = replace(self._position, parent=head.attempt, branch=())
             self._took_over = None
             self._parent = RunParent(_id(head) or "", head.step)
@@ -218,14 +218,14 @@ class RunHistory:
             run = self._settled()
             if self._stamped is not None:
                 # Another role may have saved the step of the last manifest again, with a number that this role does not
-                # know.
+                # know. So look at that step again.
                 self._position = self._position.seen(self._largest_of_others(self._stamped, run) or 0, 0)
             self._stamped = role_dir
             commit = self._position.next(self._largest_of_others(role_dir, run))
             return replace(manifest, run=replace(run, parent=self._parent or run.parent), commit=commit)
 
     def _largest_of_others(self, role_dir: Path, run: Run) -> int | None:
-        """Returns the largest commit number that the other roles of a step have in this run; None if they have none."""
+        """Returns the largest commit number that the other roles of a step have in this run; None if there is none."""
         heads = [head for head in _manifests_of_step(role_dir) if head.role != self._role and _id(head) == run.id]
         return max((head.commit.number for head in heads if head.commit is not None), default=None)
 

@@ -30,23 +30,23 @@ _POLL_S = 0.2
 def set_metrics(
     root: str | Path, step: int, metrics: Mapping[str, float], *, role: str | None = None, wait_s: float = 0.0
 ) -> None:
-    """Adds metrics to a committed step, durably. Any process may call it, also while trainers run.
+    """Adds metrics to a committed step, durably. Any process may call this function, also while trainers run.
 
-    A metric that the step already has gets the new value; NaN or infinity removes a value that was set earlier in this
-    way. If two processes set metrics of one step at the same moment, one process may undo the change of the other.
+    A metric that the step already has gets the new value; NaN or infinity removes a value that an earlier call has set.
+    If two processes set metrics of one step at the same moment, one process may undo the change of the other.
 
     Args:
         root: the folder of the steps.
         step: the step's number.
         metrics: finite numbers by name, such as {"reward": 0.7}.
         role: the role whose checkpoint has the metrics. None stands for the step's only model, or for its only role.
-        wait_s: how long to wait, in seconds, for a background save of the step to commit the role; if `role` is None,
-            to commit all roles of the step. If some roles are still missing after this time, only the committed roles
+        wait_s: how long to wait, in seconds, until a background save of the step has committed the role or, if `role`
+            is None, all roles of the step. If some roles are still missing after this time, only the committed roles
             count. If the step is saved again, wait for that save by its handle instead: until that save has ended, the
             earlier checkpoint is found.
 
     Raises:
-        CheckpointNotFoundError: there is no such step, it lacks the role, or it has no committed role.
+        CheckpointNotFoundError: there is no such step, or the step lacks the role or has no committed role.
         InvalidArgumentError, InvalidTypeError: a name or a value is not allowed, or the step has several models and
             none is named.
         OSError: the metrics cannot be written.
@@ -75,10 +75,10 @@ def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
 
     Args:
         role_dir: the role's folder.
-        manifest: its manifest.
+        manifest: the manifest of the role's checkpoint.
     """
     found = dict(manifest.metrics)
-    # If the role's folder is the step's own folder, the file is in the role's folder.
+    # If the role's folder is the step's own folder, the file is in the role's folder, so look there, too.
     for place in (role_dir.parent, role_dir):
         found |= read_later_metrics(file_names.metrics_file(place, manifest.role, manifest.attempt))
     return found
@@ -113,7 +113,7 @@ def _is_there(status: StepStatus, role: str | None, is_last_look: bool) -> bool:
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:
     """Returns the summary of a committed role's manifest. If `role` is None, the step must have only one model."""
     there = [head for head in status.heads if role in (None, head.role)]
-    # Roles without contents, such as the data position of a driver, are not models.
+    # Roles without contents, such as the data position of a driver, are not models, so they do not count.
     models = [head for head in there if head.contents]
     if len(models or there) > 1:
         names = ", ".join(sorted(head.role for head in there))

@@ -75,7 +75,8 @@ def remove_leftover(folder: Path) -> None:
     """Removes a leftover. The files of other programs in an old checkpoint are first moved to the new checkpoint."""
     work = file_names.parse_work_dir(folder.name)
     with taken_away(folder) as away:
-        # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
+        # A staging folder that was exchanged with the role's folder holds an old checkpoint, too. Such a folder has a
+        # manifest.
         is_old = work is not None and (work.purpose == "replaced" or (away / file_names.MANIFEST_FILE).exists())
         if work is not None and is_old and (folder.parent / work.role).exists():
             remove_replaced(away, folder.parent / work.role)
@@ -120,8 +121,8 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and the process that wrote the file may
     # have died before the deletion. A save also writes an owner file into a role's folder before it replaces the
-    # folder. Retention writes an owner file before it removes an optimizer. If its process is dead, the owner file is
-    # removed here.
+    # folder. Retention writes an owner file before it removes an optimizer, too. If the process that wrote an owner
+    # file is dead, the owner file is removed here.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             remove_dropped(folder, alone)
@@ -170,6 +171,6 @@ def _may_have_leftovers(step_path: Path, role: str) -> bool:
 
 
 def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:
-    """True if the save that moved a checkpoint aside may still put the new one in place."""
+    """True if the save that moved a checkpoint aside may still put the new checkpoint in place."""
     staging = file_names.staging_dir(role_dir, attempt)
     return staging.exists() and not is_leftover(staging, alone)

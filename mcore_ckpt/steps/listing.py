@@ -7,8 +7,8 @@ Some callers, such as `watch` and the update of the tracker at each save, cannot
 that takes too long. For these callers, a process looks at all steps once (`newest_complete`) and remembers their
 manifests. Later it looks only at steps that may have changed. The tracker alone is not enough, because a trainer may
 have died after its commit and before it moved the tracker. One change stays unseen until the next start: another
-process has saved a known step again and died right after that. `load` and `recover` look at all steps, so they see this
-change, too.
+process saves a known step again and dies right after its commit. `load` and `recover` look at all steps, so they see
+this change, too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Head(NamedTuple):
 
 
 _Heads = dict[Path, _Head]
-# The manifests that are remembered, by root and then by role's folder. Reading and parsing the manifest of a large run
-# takes long.
+# The remembered manifests of each root, by role's folder. They are remembered because reading and parsing the manifest
+# of a large run takes long.
 _heads: dict[Path, _Heads] = {}
 
 
@@ -79,10 +79,11 @@ class StepStatus(Weighed):
         declared: the roles that the step consists of, according to the manifests in it.
         problems: why roles with a manifest are not committed, or why the folder cannot be read.
         pinned: true if retention must keep the step.
-        flat: the role whose folder is the step's own folder; None if there is none.
-        aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
-            role's checkpoint until the next trainer puts it back. The checkpoint of a flat role is moved to a folder
-            next to the step's folder, and the step's folder may then be missing.
+        flat: the role whose folder is the step's own folder; None if there is no such role.
+        aside: for each committed role whose checkpoint a save was moving aside when the save died, the checkpoint's
+            present folder. Such a checkpoint counts as the role's checkpoint until the next trainer puts it back. The
+            checkpoint of a flat role is moved to a folder next to the step's folder, and the step's folder may then be
+            missing.
         seen: the roles whose files need no look, because this process is ending their commit and has just looked at the
             files.
         says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
@@ -107,7 +108,7 @@ class StepStatus(Weighed):
 
     @property
     def place(self) -> Path:
-        """The folder with the step's own files, such as its pin: `path`, or the folder to which it was moved."""
+        """The folder with the step's own files, such as its pin: `path`, or the folder to which a save moved it."""
         return self.path if self.flat is None else self.role_dir(self.flat)
 
     @cached_property
@@ -176,7 +177,7 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
         if not wanted:
             break
     # Read the root's run last. A run is written into the root before its first commit, so the run of each listed step
-    # is there by now.
+    # is in the root by now.
     own = below(root)
     return [_without_others(statuses[step], own) for step in sorted(statuses)]
 
@@ -283,8 +284,8 @@ class _Listed(NamedTuple):
     """One listing of a root.
 
     `folders` has the folders of each step. For a step that was moved aside, these include the step's earlier folder,
-    even if that folder is missing. `moved` has the folders to which flat steps were moved aside, by the steps' earlier
-    names.
+    even if that folder is missing. `moved` maps the earlier name of each flat step that was moved aside to the step's
+    present folder.
     """
 
     root: Path
@@ -368,7 +369,7 @@ def _number_of(path: Path) -> int | None:
 
 
 def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
-    """Looks at a step. `moved` is the folder to which the step's own folder was moved aside; None if it was not."""
+    """Looks at a step. `moved` is the folder to which the step's own folder was moved aside, or None."""
     step = _number_of(path)
     if step is None:
         raise FileNotFoundError(errno.ENOENT, "there is no step", str(path))
@@ -380,8 +381,8 @@ def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
     folders = [path] if any(entry.name == file_names.MANIFEST_FILE for entry in entries) else []
     folders += [path / entry.name for entry in entries if _may_be_role(entry)]
     found = {folder: read for folder in folders if (read := _read_folder(step, path, folder, known)) is not None}
-    # Between the two renames of a save that replaces a checkpoint (`commit.publish`), and after a power loss between
-    # them, the old checkpoint has only its hidden name.
+    # Look for hidden folders, too: the old checkpoint has only its hidden name between the two renames of a save that
+    # replaces the checkpoint (`commit.publish`), and after a power loss between the renames.
     roles = {read.role for read in found.values()}
     aside = {role: folder for role, folder in _moved_aside(path, entries).items() if role not in roles}
     for role, folder in aside.items():
@@ -435,7 +436,7 @@ def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: C
 
 
 def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, Path]:
-    """Returns the folders, among these entries, that saves have moved aside, by their earlier names."""
+    """Returns the folders among these entries that saves have moved aside, each by its earlier name."""
     works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
     return {work.role: path / name for name, work in works if work.purpose == "replaced"}
 
@@ -474,11 +475,11 @@ def _may_be_role(entry: os.DirEntry[str]) -> bool:
 
 
 def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: str | None = None) -> _RoleFolder | None:
-    """Reads the manifest in a step's own folder, or in the folder of one of its roles. Returns None if it is missing.
+    """Reads the manifest of a step's own folder, or of a role's folder in it. Returns None if there is no manifest.
 
     `aside` is the role of the checkpoint in the folder, if the folder does not have the role's name.
     """
-    is_flat = role_dir.parent != path  # the step's own folder, or the folder to which it was moved
+    is_flat = role_dir.parent != path  # the step's own folder, or the folder to which the step was moved
     try:
         says = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):

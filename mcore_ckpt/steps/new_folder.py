@@ -140,7 +140,7 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
     except OSError as error:
         logger.warning("%s is in place, but a power loss might undo that: %s", path, error)
     # Until the rename, this file showed that the process of the staging folder is alive, so no other process removed
-    # the folder.
+    # the folder. The file is no longer needed.
     (path / file_names.OWNER_FILE).unlink(missing_ok=True)
     for old in (staging, file_names.replaced_dir(path, attempt)):
         commit.remove_folder(old)
@@ -154,7 +154,7 @@ def replace_entry(path: Path, new: Path | None, old: Path) -> None:
     Args:
         path: the file or folder. It need not exist.
         new: takes the place of `path`. Its files must be durable. None if nothing takes this place.
-        old: a path next to `path`, which does not exist.
+        old: a path next to `path`. Nothing exists there yet.
 
     Raises OSError: `path` is as it was, unless only the sync has failed.
     """

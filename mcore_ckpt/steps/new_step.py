@@ -121,7 +121,7 @@ class NewStep:
     def add_companions(self, companions: Mapping[str, Path]) -> None:
         """Copies the files that a trainer keeps next to the roles of a step.
 
-        `publish` puts them in place with the roles.
+        `publish` puts the copies in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
@@ -140,7 +140,7 @@ class NewStep:
         """Writes the manifest of an opened role, durably. Raises what `commit.write_manifest` does.
 
         A checkpoint of a run keeps its commit. Any other checkpoint gets the place of its step among the steps below
-        the root, so it is not the newest if there are later steps.
+        the root, so the checkpoint is not the newest if there are later steps.
         """
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]

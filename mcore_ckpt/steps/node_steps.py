@@ -136,7 +136,7 @@ def order_of(step: FastCheckpoint | NodeStep) -> tuple[int, int]:
 
 
 def held_roles(folder: Path, refused: Callable[[Path], str | None] = lambda path: None) -> list[HeldRole]:
-    """Returns the part of every checkpoint that a node's folder has. Unreadable folders are logged and left out.
+    """Returns, for every checkpoint, the files that a node's folder has. Unreadable folders are logged and left out.
 
     `refused` returns a reason to leave out the folder of a step or role, or None. It may raise OSError.
     """
@@ -218,10 +218,10 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 
 
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
-    """Returns the whole checkpoints of a role that survive the loss of the largest number of nodes.
+    """Returns a role's whole checkpoints that survive the loss of the most nodes.
 
     These are the checkpoints with `replicas` copies of each file. If nodes were lost, or died before their copies were
-    complete, there may be no such checkpoint. Then these are the checkpoints with the most copies.
+    complete, there may be no such checkpoint. Then the checkpoints with the most copies are returned.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
@@ -240,8 +240,8 @@ class NodeStep(Weighed):
     """A step on all nodes together, or the remains of a step.
 
     Attributes:
-        heads: the summaries of its roles' manifests.
-        found: the checkpoints of its roles.
+        heads: the summaries of the manifests of the step's roles.
+        found: the checkpoints of the step's roles.
         why: returns why the step is not whole, and may ask other nodes for the reason; None if the step is whole.
         is_committed: whether a node has committed the step.
     """
@@ -261,7 +261,7 @@ class NodeStep(Weighed):
 
     @property
     def declared(self) -> frozenset[str]:
-        """The roles of its manifests."""
+        """The roles of the step's manifests."""
         return frozenset(head.role for head in self.heads)
 
     @property
@@ -316,7 +316,7 @@ def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[i
     """Returns the steps in which all declared roles, and the given roles, are whole.
 
     If a role of a step was saved twice, both saves can be whole: some nodes may still have the files of the first save,
-    because they were away, or died before they committed the second save. In that case the second save counts.
+    because these nodes were away, or died before they committed the second save. In that case the second save counts.
     """
     by_step: dict[int, dict[str, FastCheckpoint]] = {}
     for each in in_order_of_saves(found):

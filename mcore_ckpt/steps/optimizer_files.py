@@ -55,8 +55,8 @@ def without_optimizer(manifest: Manifest) -> Manifest:
 def drop_optimizer(status: StepStatus, roles: Sequence[str]) -> str | None:
     """Removes the optimizer of some roles of a step, unless the step is in use, pinned or has changed.
 
-    Returns the reason why an optimizer stays; None if all are gone. Raises nothing, for the reason that
-    `retention.delete_step` gives.
+    Returns the reason why an optimizer stays; None if all these optimizers are gone. Raises nothing, for the reason
+    that `retention.delete_step` gives.
     """
     try:
         return drop_or_raise(status, roles)

@@ -29,7 +29,7 @@ from mcore_ckpt.ranks.hosts import this_host
 
 
 class Life(enum.Enum):
-    """Whether a process is alive. UNKNOWN: the process that asks cannot see it, so it counts as alive."""
+    """Whether a process is alive. UNKNOWN: this process cannot see the other process, which then counts as alive."""
 
     ALIVE = "alive"
     UNKNOWN = "unknown"
@@ -93,7 +93,8 @@ class Owner:
             return Life.DEAD
         except (OSError, OverflowError):
             pass  # the process is another user's
-        # /proc can belong to a pid namespace above this process's namespace, where another process has the pid.
+        # Look into /proc only if /proc shows this process's pid namespace: in a namespace above, another process has
+        # the pid.
         stat = _stat_of(self.pid) if _shows_this_namespace() else None
         if stat is None:
             return Life.UNKNOWN  # /proc is mounted with hidepid, or the process has just ended
@@ -142,9 +143,9 @@ def _own_start(pid: int) -> int:
 def _stat_of(pid: int | str) -> list[str] | None:
     """Returns the fields of a process in /proc, from field 3 on; None if they cannot be read."""
     with suppress(OSError, ValueError):
-        # Linux shortens the name of the command, and may do so within a UTF-8 character.
+        # Linux shortens the name of the command, perhaps within a UTF-8 character, so replace bytes that are not UTF-8.
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        # Field 2, the command in parentheses, can itself contain spaces and parentheses.
+        # Field 2, the command in parentheses, can contain spaces and parentheses, so split after the last parenthesis.
         found = stat.rpartition(")")[2].split()
         return found if len(found) > 19 else None
     return None

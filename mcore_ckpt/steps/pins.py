@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def pin(root: str | Path, step: int) -> None:
-    """Keeps a step until `unpin` is called, whatever `max_to_keep` is. Any process may call it, even repeatedly.
+    """Keeps a step until `unpin` is called, whatever `max_to_keep` is. Any process may pin a step, even repeatedly.
 
     A trainer that has gone back behind the step may still save it again. Then the pin keeps the new save.
 

@@ -43,8 +43,8 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
             except (OSError, CheckpointCorruptError):
                 continue
             stack.callback(os.close, descriptor)
-            # Closing the file would not release the lock if a child that was forked meanwhile (such as a data loader)
-            # has the descriptor, too.
+            # Unlock the file before it is closed. If a child that was forked meanwhile (such as a data loader) has the
+            # descriptor, too, closing the file would not release the lock.
             stack.callback(_unlock, descriptor, home)
             _lock(descriptor, fcntl.LOCK_SH)
         yield

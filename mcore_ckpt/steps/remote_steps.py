@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRole(ManifestSummary):
-    """The summary of an uploaded attempt's manifest, and the size of its files in bytes."""
+    """The summary of an uploaded attempt's manifest, and the size of the attempt's files in bytes."""
 
     nbytes: int = 0
 
 
 @dataclass(frozen=True)
 class RemoteStep(Weighed):
-    """One step in a remote store. Its files are looked at when someone first asks whether it is complete.
+    """One step in a remote store. The files are looked at when someone first asks whether the step is complete.
 
     Attributes:
         step: the step's number.
@@ -138,7 +138,7 @@ class RemoteSteps:
     def step(self, step: int, of_any_run: bool = False) -> RemoteStep:
         """Returns one step; a step without roles if the store does not have it. Raises RemoteError.
 
-        With `of_any_run`, it also returns a step that has only checkpoints of other runs.
+        With `of_any_run`, also returns a step that has only checkpoints of other runs.
         """
         found = self._step(step, self.ownership())
         if not of_any_run or found.found or not found.is_shared:
@@ -237,7 +237,7 @@ class RemoteSteps:
         """
         if self.claimed() is None:
             # If the store's `.run.json` is lost, the checkpoints in the store show which run the store belongs to. The
-            # file is read again below, because two runs may write it at once.
+            # file is read again below, because two runs may write the file at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]
             text = runs.encode(_claimant(own, there))
             self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))

@@ -53,9 +53,9 @@ class PreservationPolicy:
         max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
         keep_every: complete steps whose number is a multiple of this value stay, too, including step 0; None for no
             rule.
-        keep_best: for each of these rules, the complete steps with the best values of its metric stay, too. Abandoned
-            steps and steps without the metric do not count. Of steps with equal values, the later commit counts as
-            better.
+        keep_best: for each of these rules, the complete steps with the best values of the rule's metric stay, too.
+            Abandoned steps and steps without the metric do not count. Of steps with equal values, the later commit
+            counts as better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
         optimizer_for_last: how many steps of each role keep the optimizer: the newest of the complete steps that have
             an optimizer. Other steps that stay lose their optimizer, unless they are pinned. None: all steps keep their
@@ -99,7 +99,7 @@ class RetentionDecision(Generic[Step]):
 
     Attributes:
         status: the step.
-        stays: True if it stays.
+        stays: True if the step stays.
         reason: why the step stays or goes: which rules keep it, or why no rule does.
         loses: the roles that lose their optimizer, sorted.
     """
@@ -160,7 +160,7 @@ def _as_they_decide(
 def judge(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[RetentionDecision[Step]]:
-    """Decides which steps of a root, ordered by step, stay, and which of them lose their optimizer.
+    """Decides which steps of a root stay, and which lose their optimizer. `statuses` are sorted by step number.
 
     Returns one decision for each step, in the same order.
 
@@ -172,9 +172,9 @@ def judge(
     copy under way, or the only step that is left. Once enough newer steps are whole, such a step is deleted like any
     other old step.
 
-    The step that was saved last (`committed`) stays with all its files, even if it is not among the newest, as after a
-    rollback. The `spared` steps, such as the best step, also stay with all their files. Raises OSError or RemoteError:
-    the files of a step cannot be looked at.
+    The step that was saved last (`committed`) stays with all its files, even if, after a rollback, it is not among the
+    newest steps. The `spared` steps, such as the best step, also stay with all their files. Raises OSError or
+    RemoteError: the files of a step cannot be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)
@@ -300,7 +300,7 @@ def _newest(
     found: dict[str, list[Weighed]] = {}
     looked_at: dict[int, Weighed] = {}
     while True:
-        # The first pass goes by the manifests. Later passes leave out the steps that turned out to lack files.
+        # The first pass goes by the manifests alone. Later passes leave out the steps that turned out to lack files.
         found = {role: _may_count(steps, looked_at)[:count] for role, steps in of_role.items()}
         to_look_at = {each.step: each for steps in found.values() for each in steps if each.step not in looked_at}
         if not to_look_at:
@@ -425,7 +425,8 @@ def delete_or_raise(status: StepStatus, dry_run: bool = False) -> str | None:
     try:
         left = hidden.remove()
     except KeyboardInterrupt:
-        # The step is gone, so remove the rest of its files, too. A second Ctrl-C leaves them to the next trainer.
+        # The step is gone, so remove the rest of its files, too. A second Ctrl-C leaves these files to the next
+        # trainer.
         hidden.remove()
         raise
     if left:

@@ -44,7 +44,7 @@ class RoleWriter:
         self.files: list[WrittenFile] = []
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes one file. `path` is relative to the role's folder, and no other rank may write it. Raises OSError."""
+        """Writes one file. Only this rank may write `path`, which is relative to the role's folder. Raises OSError."""
         make_folders(self._folder, path)
         write_file(self._folder / path, [data])
         self.files.append(WrittenFile(path, self._kind, len(data), crc32(data)))
@@ -58,10 +58,10 @@ class RoleWriter:
         self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
 
     def add(self, path: str, source: Path, shares: bool = False) -> None:
-        """Takes a file of the trainer, of any size, into the role. Any thread may call this. Raises OSError.
+        """Takes a file of the trainer, of any size, into the role. Any thread may call this method. Raises OSError.
 
-        With `shares`, the file is hard-linked if the file system can do that, so nobody may write to it any more.
-        Otherwise it is copied.
+        With `shares`, the file is hard-linked if the file system can do that, so nobody may write to the file any more.
+        Otherwise the file is copied.
         """
         make_folders(self._folder, path)
         target = self._folder / path
@@ -151,27 +151,27 @@ def commit_role(
     may_commit: Callable[[], object] = lambda: None,
     stamp: Callable[[Manifest], Manifest] = lambda manifest: manifest,
 ) -> None:
-    """Commits a role that consists of plain files. Every rank must call it. Either all files are committed or none.
+    """Commits a role that consists of plain files: either all files or none. Every rank must call this function.
 
     Args:
         agreement: connects this rank with the other ranks that write the role. `ranks.rendezvous` or
             `ranks.single_process_agreement` makes it.
         role_dir: the role's folder in the step's folder. It must lie on a file system that all ranks share.
         step: the step's number.
-        roles: the roles that the step consists of, with or without this role. The step is complete once all of them are
-            committed. If `roles` is a function, it is called on rank 0 after all ranks have written.
+        roles: the roles that the step consists of, with or without this role. The step is complete once all its roles
+            are committed. If `roles` is a function, it is called on rank 0 after all ranks have written.
         write: writes this rank's files. If `write` raises on one rank, all ranks raise.
         kind: the kind of these files in the manifest.
         before: runs on rank 0 before anything is written.
         after: runs on rank 0 once the role is in place. `after` must not raise.
         may_commit: runs on rank 0 right before the role is put in place. If `may_commit` raises, nothing is committed.
         stamp: runs on rank 0, and returns the manifest with the run and the commit of the step's other roles. With
-            `stamp`, a step that is saved again after a rollback is not complete before this role is saved again, too.
+            `stamp`, a step that is saved again after a rollback is complete only once this role is saved again, too.
             Without `stamp`, the caller must call `uncommit_earlier_save` before such a save.
 
     Raises:
-        CommitError: another role of the step is being saved again, and its earlier checkpoint is still there. The step
-            would be complete with that checkpoint.
+        CommitError: another role of the step is being saved again, and its earlier checkpoint, which would complete the
+            step, is still there.
         CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
             earlier checkpoint of the role stays as it was.
 
@@ -208,8 +208,8 @@ def commit_role(
 def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: str = "extra") -> None:
     """Makes the files of another program durable, and lists them in a manifest next to them.
 
-    Afterwards `RoleReader` and `mcore-ckpt verify` check them. The folder should not have its final name yet: the
-    caller renames it once this function has returned. `paths` are relative to the folder.
+    Afterwards `RoleReader` and `mcore-ckpt verify` check these files. The folder should not have its final name yet:
+    the caller renames it once this function has returned. `paths` are relative to the folder.
 
     Raises:
         UnsupportedError: a file has a name that a manifest cannot list. The files are durable, but nothing lists them.
@@ -270,7 +270,7 @@ def _check_not_saved_again(role_dir: Path) -> None:
     status = step_status(step_path)
     attempts = {head.role: head.attempt for head in status.heads if head.role in status.committed - {role_dir.name}}
     for save in saves:
-        # A committed save does not count: its staging folder holds the checkpoint that it has replaced.
+        # A committed save does not count: its staging folder holds the checkpoint that the save has replaced.
         if save.role in attempts and attempts[save.role] != save.attempt and save.life is not Life.DEAD:
             raise CommitError(
                 f"{step_path / save.role}: {save.by} is saving this role again, and its earlier checkpoint is still "

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_rules(root: Path, role: str, policy: PreservationPolicy) -> None:
-    """Notes the rules of a role for the other roles, durably. Only the holder of the role's trainer lock calls it.
+    """Durably notes a role's rules for the other roles. Only the holder of the role's trainer lock calls this function.
 
     Raises OSError.
     """

@@ -1,9 +1,9 @@
 """Determines which run a root belongs to, so that the checkpoints of two runs never mix.
 
 The first save writes a small file, `.run.json`, with the identity of the run into the root. Each manifest and the
-remote store have the identity, too. A checkpoint of another run is never loaded unless the user names it, never
-replaced and never deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides for
-all places.
+remote store have the identity, too. A checkpoint of another run is loaded only if the user names it, and is never
+replaced or deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides which
+checkpoints in the root, in a store or on nodes belong to the root.
 
 A root that was moved or mounted elsewhere goes on as the same run. If the original root is still there, its copy
 becomes a new run, to which the copied steps belong. See docs/architecture.md.
@@ -17,11 +17,12 @@ becomes a new run, to which the copied steps belong. See docs/architecture.md.
   same identity.
 - Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
   the run from which that run came. Once retention has deleted all steps of a run in this chain, nothing names the runs
-  before it.
+  before that run.
 - New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved these steps,
   the new root takes them over, and a warning names their run, because the earlier root may only have been moved. A root
-  at another path does not take the steps over, because a new training that names the store of an old training by
-  mistake looks just the same. To continue the old training there, copy the store's `.run.json` into the root.
+  at another path does not take the steps over, because nothing shows whether the user wants to continue the old
+  training, or a new training names the old training's store by mistake. To continue the old training there, copy the
+  store's `.run.json` into the root.
 - The first upload to a store claims the store, by writing a copy of `.run.json` into it. If two runs claim a store at
   once, both read the file back, and the second run stops. The first run leaves the earlier uploads of the second run
   alone, because these uploads have the second run's id.
@@ -58,9 +59,8 @@ class RootRun:
 
     Attributes:
         run: the run.
-        inherits: the other runs whose steps were in the root when the run began, as a mapping from the id of each other
-            run to the largest commit number of its steps in the root. These steps belong to `run`, too; later commits
-            of the other runs do not.
+        inherits: the other runs whose steps were in the root when `run` began. Each run's id maps to the largest commit
+            number of its steps in the root. These steps belong to `run`, too; later commits of the other runs do not.
         reserved: for each role, the largest number that a commit in a store or on nodes may have, whether or not that
             commit was ever seen.
     """
@@ -175,7 +175,7 @@ def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = No
 
 
 def whose(run: Run | None) -> str:
-    """Describes the owner of a checkpoint of another run, and what to do."""
+    """Says which run owns a checkpoint of another run, and what the user can do."""
     return (
         f"belongs to another run ({run}), so it is neither loaded nor deleted here: to load it, name its path, or its "
         "step in a store"
@@ -192,7 +192,7 @@ def settle(
 ) -> RootRun:
     """Returns the run of a root. Writes the root's file, durably, if it is missing or out of date. Raises OSError.
 
-    Only the process that holds a role's trainer lock calls it, before its first commit.
+    Only the process that holds a role's trainer lock calls this function, before the process's first commit.
 
     Args:
         home: the folder that has the file: the root, or a folder in a node's folder if nothing is saved to the root.
@@ -274,8 +274,8 @@ def _new_id(path: Path, root: str) -> str:
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     """Reconstructs a root's lost file, as far as the manifests allow; None if no manifest has a run.
 
-    The result names one run and the runs that it came from. Of the runs that have saved to this path, the run with the
-    last commit is named. If no run has saved to this path, the run with the last commit of all is named.
+    The result names one run and the runs that it came from. If runs have saved to this path, the result names the run
+    with the last commit among these runs. Otherwise, the result names the run with the last commit of all.
     """
     signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
     if not signed:

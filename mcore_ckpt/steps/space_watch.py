@@ -4,18 +4,18 @@ A save frees nothing before its commit: the checkpoint that it replaces, and old
 space that is free at the beginning counts.
 
 If no step will be deleted, the commit already checks whether the next save will fit, because that save may begin at
-once. If steps will be deleted, the free space shows whether the next save will fit only once the steps are gone. That
-later check may take long, because it reads manifests and space may be freed late. So it runs on a separate thread:
-neither saves nor deletions wait for it.
+once. If steps will be deleted, the check waits until the steps are gone, because the free space shows only then whether
+the next save will fit. That later check may take long, because it reads manifests and space may be freed late. So it
+runs on a separate thread: neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
 tokenizer's files are not known yet. The system's superuser may use reserved blocks and exceed quotas, as the kernel
-allows; soft quotas count when their grace period is over. The only signs of a deletion on another host are the name of
+allows; a soft quota counts once its grace period is over. The only signs of a deletion on another host are the name of
 the step and the growth of the space that was short. After a wait for deletions, the save checks its trainer lock once
-more, and takes the lock if the disk was too full for the lock's file before. Before a refusal, the check looks for old
-steps that could be deleted, but only for two seconds, because all ranks wait. If this is too short for all steps, the
-error names only the command that lists them.
+more, and takes the lock if, before the wait, the disk was too full for the lock's file. Before a refusal, the check
+looks for old steps that could be deleted, but only for two seconds, because all ranks wait. If two seconds are too
+short for all steps, the error names only the command that lists the steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mcore_ckpt.steps.work_folders import entries
 
 logger = logging.getLogger(__name__)
 
-# The least number of bytes that a manifest has for each file, besides its path: names of fields, digits, commas.
+# The least number of bytes that a manifest has for each file, besides the file's path: names of fields, digits, commas.
 _MANIFEST_BYTES_PER_FILE = 60
 # If this many saves of one role fit, the next save of all roles will fit.
 _PLENTY_OF_SAVES = 64
@@ -53,8 +53,8 @@ _MAY_FIT = "The file system may store the files in less space, so the save is tr
 class Saving:
     """A save that is about to begin.
 
-    `policy` is None if the checkpoint is not part of a step below the root. `prepared` is called when nothing can
-    refuse the save any more, and before anything is written; None to call nothing.
+    `policy` is None if the checkpoint is not part of a step below the root. `prepared` is called once the save can no
+    longer be refused, before anything is written; None to call nothing.
     """
 
     role_dir: Path
@@ -69,7 +69,7 @@ class Saved:
 
     Attributes:
         check: the number of the save's check. A newer save has a larger number.
-        need: the need that the check counted, including files that the save has deleted since.
+        need: the need that the check counted, including temporary files that the save has deleted before its commit.
         there: the steps below the root, to notice a newer save of another role; None if unknown.
     """
 
@@ -81,7 +81,7 @@ class Saved:
 
 
 class SpaceWatch:
-    """Checks the free space for each save of one role. Only rank 0 uses it.
+    """Checks the free space for each save of one role. Only rank 0 uses this class.
 
     `is_deleting` returns True while this process is deleting old steps.
     """
@@ -147,7 +147,7 @@ class SpaceWatch:
         return saved
 
     def foresee(self, saved: Saved) -> None:
-        """Warns once if another save like `saved` will not fit. Call it when old steps have been deleted.
+        """Warns once if another save like `saved` will not fit. Call this method when old steps have been deleted.
 
         Returns immediately, and looks on another thread. Looks only if the step is complete, and says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
@@ -262,7 +262,8 @@ def _settled_space(
     OSError.
     """
     began = last_growth = time.monotonic()
-    # The order matters: a deletion that ends between the two looks has freed its space already.
+    # Check for deletions first: if a deletion ends between the two looks, the second look already counts the freed
+    # space.
     deletes, space, most = is_deleting(), space_of(folder), dict[str, int]()
     while space.is_certain and (short := space.shortages(amount_in(space))):
         now = time.monotonic()
@@ -282,7 +283,7 @@ def _settled_space(
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
-    """True if a limit leaves more than at any earlier look. Notes in `most` the largest amount that each has left.
+    """True if a limit leaves more than at any earlier look. Notes the largest amount of each limit in `most`.
 
     Any other change is no sign of a deletion, because on a shared disk other users also write and delete files.
     """

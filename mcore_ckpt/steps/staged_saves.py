@@ -22,7 +22,7 @@ class RunningSave:
     Attributes:
         role: the role; None if the step's own folder is the role's folder.
         attempt: the id of the save. If the role's manifest has the same id, the save is committed, and its staging
-            folder holds the checkpoint that it has replaced.
+            folder holds the checkpoint that the save has replaced.
         owner: the process that leads the save; None if it is not known.
         life: whether that process is alive.
         began: when the save began, in seconds since the epoch, by the clock of the file system.

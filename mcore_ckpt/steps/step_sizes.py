@@ -27,7 +27,7 @@ class StepSize:
 
     Attributes:
         nbytes: the bytes of all files.
-        created: when the last of the roles was saved (ISO 8601, UTC); empty if there is none.
+        created: when the last of the roles was saved (ISO 8601, UTC); empty if no role is committed.
         taken: the space that the files take on a disk with blocks of 4 KiB.
         of_nodes: for each role that was saved into the fast tier, which files the folder has: a part or all of them.
     """
@@ -39,7 +39,7 @@ class StepSize:
 
 
 def size_of(status: StepStatus) -> StepSize:
-    """Reads the manifests of a step's committed roles. A role counts as empty if its manifest cannot be read."""
+    """Returns the size of a step's committed roles. A role counts as empty if its manifest cannot be read."""
     found = {role: size for role in sorted(status.committed) if (size := _size_of_role(status.role_dir(role)))}
     spread = [role for role, size in found.items() if size.is_spread]
     of_nodes = {role: held for role in spread if (held := _held(status.role_dir(role))) is not None}

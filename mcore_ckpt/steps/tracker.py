@@ -38,13 +38,13 @@ def update_tracker(root: Path, committed: int | None = None, seen: Path | None =
     """
     last = None
     for _ in range(_TRACKER_LOOKS):
-        # A look at all steps at each save would take too long.
+        # After a commit, look only at some steps, because a look at all steps at each save would take too long.
         last = newest(list_steps(root)) if committed is None else newest_complete(root, seen=seen, committed=committed)
         if last is None or read_tracker(root) == last.step:
             break
         write_tracker(root, last.step)
-        # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
-        # this write has moved the tracker back.
+        # Look again. Before this write, another role may have completed a newer step and moved the tracker to that
+        # step. Then this write has moved the tracker back.
     return None if last is None else last.step
 
 

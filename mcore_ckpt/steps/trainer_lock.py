@@ -6,8 +6,8 @@ TRAINER_LEASE_S seconds without seeing a change (TORN_LEASE_S seconds if the fil
 measures this time with its own monotonic clock, so the clocks of two hosts are never compared.
 
 With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back looks
-at the file right before it would put a checkpoint in place, and finds a larger number there than its own. So it notices
-that it has lost the lock.
+at the file right before it would put a checkpoint in place, and finds a larger number in the file than its own. So it
+notices that it has lost the lock.
 
 The watch begins when the manager is made, so a job that is started again on other hosts usually need not wait. A save
 waits at most half its `timeout_s` and then raises `LockedError`. A lock file of an older version has no random number
@@ -100,7 +100,7 @@ class Claim:
 
 
 class TrainerLock:
-    """The lock of one manager on a role. Only rank 0 takes it; the other ranks use `check_root` alone.
+    """The lock of one manager on a role. Only rank 0 takes the lock; the other ranks use `check_root` alone.
 
     All managers of one role in one process belong to the same trainer, so their locks use the same lock file and never
     exclude each other.
@@ -130,14 +130,14 @@ class TrainerLock:
 
     def look(self) -> None:
         """Begins to watch the holder of the lock, so that `take` waits less. Raises nothing."""
-        # A trainer that only loads may lack the permission to read the file.
+        # Ignore errors, because a trainer that only loads may lack the permission to read the file.
         with contextlib.suppress(OSError):
             self._notice(read_claim(self._path))
 
     def check_root(self) -> None:
         """Raises OSError, and CommitError if the root is no longer the folder that it was when this lock was made.
 
-        Every rank may call it, because ranks on other hosts have mounted the root themselves.
+        Every rank may call this method, because ranks on other hosts have mounted the root themselves.
         """
         self._same_root.check()
 
@@ -191,7 +191,7 @@ class TrainerLock:
                 except FileExistsError:
                     continue  # another trainer was faster
                 except OSError as error:
-                    # The error names a temporary file, which says nothing to the user.
+                    # The error names a temporary file, which says nothing to the user, so name the folder instead.
                     advice = "no checkpoint can be saved here: make the folder writable, or choose another root"
                     raise OSError(error.errno, f"{error.strerror}, so {advice}", str(self._path.parent)) from error
                 return _Hold(self._path, content, generation + 1)
@@ -345,7 +345,8 @@ class _Hold:
         self._thread.start()
 
     def end(self) -> None:
-        # A forked child has neither the thread nor the lock, and `_over` may have been in use at the fork.
+        # A forked child has neither the thread nor the lock. It must not touch `_over`, which may have been in use at
+        # the fork.
         if not self._home.is_here:
             return
         self._over.set()
@@ -376,7 +377,7 @@ _holds: dict[Path, _Hold] = {}
 
 
 def _forget_in_child() -> None:
-    """Drops the parent's locks in a forked child, where another thread may have been using them."""
+    """Drops the parent's locks in a forked child, because a thread of the parent may have used them at the fork."""
     global _mutex
     _mutex = threading.Lock()
     _holds.clear()

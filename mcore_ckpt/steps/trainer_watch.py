@@ -23,7 +23,7 @@ class TrainerWatch:
         self._first = {role: _claim(root, role) for role in _locked_roles(root)}
 
     def trainers(self) -> dict[str, tuple[Owner, Life]]:
-        """Returns the process that holds each role's lock, and whether it is alive."""
+        """Returns the process that holds each role's lock, and whether the process is alive."""
         claims = {role: _claim(self._root, role) for role in sorted(_locked_roles(self._root))}
         return {
             role: (claim.owner, self._life(role))

@@ -38,7 +38,7 @@ class Attempt:
         staging: the folder that ranks write into.
         role_dir: the role's folder, where the checkpoint is after the commit.
         is_late: true if the trainer went on before the disk had answered. Then `await_opening` must be called next.
-        opening: on rank 0, the work that makes the staging folder meanwhile.
+        opening: on rank 0, the work that makes the staging folder while the trainer goes on.
     """
 
     number: str
@@ -62,7 +62,7 @@ def open_together(
     patience_s: float = math.inf,
     skips: bool = False,
 ) -> Attempt:
-    """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
+    """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call this function.
 
     Args:
         agreement: connects this rank with the other ranks that save, on the trainer's thread.
@@ -70,18 +70,18 @@ def open_together(
         role_dir: the role's folder. If the folder already holds a checkpoint, that checkpoint stays intact until the
             commit.
         busy: true if an earlier save is still under way on this rank.
-        failure: the error of an earlier save that has failed on this rank, as `errors.to_record` returns it, if the
-            trainer does not know this error yet; None otherwise.
+        failure: the error of an earlier save that has failed on this rank, as `errors.to_record` returns it; None if no
+            save has failed, or if the trainer knows the error already.
         prepare: runs on rank 0 before the folder is made. Its argument is the sum of the `need` of all ranks.
         need: the files that this rank will write.
         parts: the names of the parts of the step that this rank will save.
-        number: the id of the save, on all ranks; None for a new id. If an id is given, the round is named after it. So
-            a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need not
-            call this function.
+        number: the id of the save, on all ranks; None for a new id. If an id is given, the round is named after this
+            id. So a rank that has failed earlier can fail the round by its name (`Agreement.fail_next_round`), and need
+            not call this function.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
-        patience_s: for how long one call to the file system may hold up the ranks, in seconds. After that, the ranks go
-            on without the folder, and rank 0 makes it meanwhile. If the folder cannot be made, `await_opening` raises
-            the error.
+        patience_s: for how long one call to the file system may hold up the ranks, in seconds. After this time, the
+            ranks go on without the folder, and rank 0 makes the folder meanwhile. If the folder cannot be made,
+            `await_opening` raises the error.
         skips: whether this save is skipped if an earlier save is under way. All ranks must pass the same value.
 
     Raises:
@@ -116,7 +116,7 @@ def open_together(
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
     except BaseException as error:
-        # Rank 0 may have made the folder before the round failed.
+        # Rank 0 may have made the folder before the round failed, so remove the folder.
         if begun and not isinstance(error, HungDiskError):
             agreement.runner.run(lambda: commit.discard(file_names.staging_dir(role_dir, number)))
         raise
@@ -126,7 +126,7 @@ def open_together(
 
 
 def await_opening(agreement: Agreement, topic: str, attempt: Attempt) -> None:
-    """Waits until rank 0 has made the staging folder, if `open_together` has gone on without it. Every rank calls it.
+    """Every rank waits here until rank 0 has made the staging folder, if `open_together` has gone on without it.
 
     Raises the errors that `open_together` would have raised.
     """
@@ -161,7 +161,7 @@ def _need_of(record: Record) -> Need:
 
 
 class EarlierSaveError(Exception):
-    """An earlier save failed in the background. All ranks raise this instead of beginning a new save.
+    """An earlier save failed in the background. All ranks raise this error instead of beginning a new save.
 
     Attributes:
         error: the error of that save.
@@ -255,7 +255,7 @@ def commit_together(
     after: Callable[[], object],
     may_commit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets every rank write its files, then commits them on rank 0. Every rank must call it.
+    """Lets every rank write its files, then commits the files on rank 0. Every rank must call this function.
 
     Args:
         agreement: connects this rank with the other ranks that save, on the calling thread.
@@ -284,8 +284,8 @@ def commit_together(
 
     try:
         # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name: if
-        # `open_together` fails on one rank only, that rank misses this round, and it would count one round less than
-        # the other ranks.
+        # `open_together` fails on one rank only, that rank misses this round and would count one round less than the
+        # other ranks.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except HungDiskError:
         raise  # do not look at the disk, because that would hang, too

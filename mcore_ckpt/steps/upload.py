@@ -81,13 +81,14 @@ class Upload:
         self._persist(f"writing the manifest of {self.key}", self._finish)
 
     def _check_space(self) -> None:
-        """Checks that the files that have not arrived fit into the store, before the first byte is sent."""
+        """Checks, before the first byte is sent, that the files that have not arrived fit into the store."""
         files = [(file.path, file.size) for file in self.manifest.files if file.path not in self._arrived]
         need = Need.of([*files, (file_names.MANIFEST_FILE, len(self._manifest_bytes))])
         shortage = shortage_of(self._store, need)
         if shortage is None:
             return
-        # An earlier try may have sent parts of files, which this try overwrites.
+        # An earlier try may have sent files or parts of files. This try overwrites these bytes, so their space counts
+        # as free.
         there = self._store.sizes(self.key)
         sent = [(path, there[path]) for path, _ in files if path in there]
         shortage = shortage_of(self._store, need, Need.of(sent))
@@ -205,8 +206,8 @@ def part_size(size: int) -> int:
 class SentBytes:
     """Computes the checksums of a file that is sent in parts, and compares them with what the store reports.
 
-    `with_md5`: whether the store reports the MD5 of the whole file. Otherwise this MD5 is not computed, because that
-    takes as much time as sending.
+    `with_md5`: whether the store reports the MD5 of the whole file. Otherwise this MD5 is not computed, because the
+    computation takes as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -258,7 +259,7 @@ def tidy_up(
         for key in gone:
             remote.delete(key)
         # If manifests have no commit numbers, the attempt that was just uploaded may have replaced an attempt that
-        # seemed newer.
+        # seemed newer, so the step is read again.
         if gone or step.step == uploaded.step:
             steps[position] = remote.step(step.step)
     last = newest(steps)

@@ -16,7 +16,7 @@ step that is being uploaded has a mark (`.{role}.uploading-...`), so no process 
 
 A request that fails is tried six times over half a minute. Then a warning is logged. After the next commit, whose
 upload goes first, the failed upload is tried again, and sends only the files that have not arrived. A process that is
-killed leaves an attempt without a manifest: the next upload of the role deletes it.
+killed leaves an attempt without a manifest: the next upload of the role deletes this attempt.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class UploadHandle(Handle[bool]):
         return self._ended.wait(timeout)
 
     def has_failed(self, error: CheckpointError) -> None:
-        """Notes why the last try failed, or why the step is not uploaded at all. The queue calls it."""
+        """Notes why the last try failed, or why the step is not uploaded at all. Only the queue calls this method."""
         self._exception = error
 
     def finish(self, nbytes: int, seconds: float) -> None:
-        """Marks the upload as done. The queue calls it."""
+        """Marks the upload as done. Only the queue calls this method."""
         self._exception, self.nbytes, self.seconds = None, nbytes, seconds
         self.end(True)
 
@@ -104,7 +104,7 @@ class UploadQueue:
         self._delivery = delivery or Delivery()
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
-        self._begun: dict[str, Upload] = {}  # by folder in the store; a failed upload continues where it was
+        self._begun: dict[str, Upload] = {}  # by folder in the store; a failed upload continues where it stopped
         self._pins: dict[int, bool] = {}  # for steps that are local now or were local at the last upload
         self._metrics: dict[int, Mapping[str, float]] = {}  # of the steps in `_pins`
         self._latest = -1
@@ -137,9 +137,9 @@ class UploadQueue:
     def expect(self, need: Need) -> None:
         """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
 
-        The look runs on another thread, because a network file system that hangs must not hold up the training. At most
-        one such thread runs. If the thread is still checking for an earlier save, it then checks for the newest save,
-        too.
+        The check runs on another thread, because a network file system that hangs must not hold up the training. At
+        most one such thread runs. If the thread is still checking for an earlier save, it then checks for the newest
+        save, too.
         """
         with suppress(NoThreadError):
             self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
@@ -158,7 +158,7 @@ class UploadQueue:
     def wait(self, seconds: float) -> bool:
         """Waits at most `seconds` until no upload is under way.
 
-        Returns True if none is under way. Failed uploads may be left.
+        Returns True if no upload is under way. Failed uploads may be left.
         """
         return self._uploads.wait_at_most(seconds)
 
@@ -205,7 +205,7 @@ class UploadQueue:
         self._begun = {key: upload for key, upload in self._begun.items() if upload.manifest.step in todo}
         for step in todo:
             if self._asked or self._stop.is_set():
-                return  # a newer step was committed and is uploaded first; then the next call returns to this one
+                return  # a newer step was committed: the next call uploads that step first, then the rest of `todo`
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
                 seen, pins = self._look_at_pins(), dict(self._pins)
@@ -223,7 +223,8 @@ class UploadQueue:
     def _look_at_pins(self) -> dict[int, bool]:
         """Returns which local steps are pinned, and updates `_pins` and `_metrics`.
 
-        Each commit calls this, because retention may delete a step after the commit.
+        Each commit calls this method, because retention may delete a step, with its pin and its metrics, after the
+        commit.
         """
         seen: dict[int, bool] = {}
         with suppress(OSError):
@@ -236,7 +237,7 @@ class UploadQueue:
     def _too_old(self, statuses: Sequence[Step]) -> list[Step]:
         """Returns the steps that the rules of no role keep in the store.
 
-        The step that was saved last stays even if it is not the newest, as after a rollback.
+        The step that was saved last stays even if, after a rollback, it is not the newest step.
         """
         try:
             others = rules_of_others(self._root, self._role)
@@ -264,7 +265,7 @@ class UploadQueue:
         return sorted(wanted, key=lambda step: (number.get(step, 0), step), reverse=True)
 
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
-        """Uploads this role's checkpoint of a step and returns its manifest; None if that is not possible.
+        """Uploads this role's checkpoint of a step and returns its manifest; None if the upload is not possible.
 
         Raises RemoteError: the store failed.
         """
@@ -278,7 +279,7 @@ class UploadQueue:
                 if not _is_there(upload.manifest, there):
                     begun = self._begun.get(upload.key)
                     if begun is not None and begun.manifest.files == upload.manifest.files:
-                        upload = begun  # if the files differ, retention has removed the optimizer since
+                        upload = begun  # otherwise retention has removed the optimizer since the first try
                     self._begun[upload.key] = upload
                     upload.run()
         except RemoteError as error:

@@ -95,9 +95,9 @@ def is_dead_trial(trial: Path, by_age: bool) -> bool:
 
 
 def _age_s(trial: Path) -> float:
-    """Returns how long ago something was made in a trial folder, in seconds; 0 if that cannot be found out."""
+    """Returns how long ago something was last made in a trial folder, in seconds; 0 if unknown."""
     # The clock of the file system has set the folder's time, so only a new folder shows the present time of that clock.
-    # If this process dies here, the new folder is an empty trial folder, which is removed like any other.
+    # If this process dies here, the new folder is an empty trial folder, which is removed like any other trial folder.
     now = file_names.trial_dir(trial.parent, uuid.uuid4().hex)
     try:
         new_folder(now)

@@ -98,18 +98,18 @@ class Weighed:
 
     @property
     def claims(self) -> Sequence[ManifestSummary]:
-        """The summaries of all its manifests, including the manifests of replaced attempts."""
+        """The summaries of all manifests of the step, including the manifests of replaced attempts."""
         return self.heads
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of its committed roles, by name. If roles share a metric, the first role's value counts."""
+        """The metrics of the committed roles, by name. If roles share a metric, the first role's value counts."""
         last_first = sorted(self.heads, key=lambda head: head.role, reverse=True)
         return {name: value for head in last_first for name, value in head.metrics.items()}
 
     @property
     def dropped(self) -> frozenset[str]:
-        """The contents that retention has removed from one of its roles, such as "optimizer"."""
+        """The contents that retention has removed from one of the step's roles, such as "optimizer"."""
         return frozenset(word for head in self.heads for word in head.dropped)
 
     def has_lost(self, needed: Mapping[str, Collection[str]]) -> bool:

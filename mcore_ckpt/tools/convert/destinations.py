@@ -1,4 +1,4 @@
-"""Puts the result of a conversion in place: a folder, or roles of a step. Either all of it appears, or nothing."""
+"""Puts the whole result of a conversion in place, or nothing. The result is a folder, or roles of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_ckpt.steps.new_step import NewStep, check_may_write
 
 
 class Destination(Protocol):
-    """The place for the results of several writers. Each writer has a folder in it.
+    """The place for the results of several writers. Each writer has a folder in this place.
 
     Every process makes a destination with the same arguments, and calls `folder`. Only the coordinator calls the other
     methods, in the order below. It calls `close` even after an error.
@@ -152,7 +152,7 @@ class RolesOfStep:
         return file_names.staging_dir(self.role_dir(name), attempt)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Adds the step's roles and attempt to a role's manifest, and writes it.
+        """Adds the step's roles and attempt to a role's manifest, and writes the manifest.
 
         All other files of the role must be durable. Raises CommitError or OSError.
         """

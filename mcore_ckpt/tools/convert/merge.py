@@ -161,7 +161,7 @@ class MergeJob:
         return Weights(self.where, self.reader, tensors)
 
     def model_writer(self, allow_nan: bool = False) -> ModelWriter:
-        """Returns the writer of the model. A merge that writes only the adapter must not call it."""
+        """Returns the writer of the model. A merge that writes only the adapter must not call this method."""
         return ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)
 
     def writers(self, allow_nan: bool = False) -> Writers:
@@ -356,7 +356,8 @@ def _reconciled(
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
-        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that both copies are equal.
+        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that both copies are equal, so
+        # the head's copy is dropped here.
         shapes.pop(model.architecture.table.hf_head, None)
     return reconcile(model, shapes, request.tied, request.value)
 

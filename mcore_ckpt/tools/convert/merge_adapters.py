@@ -59,8 +59,8 @@ _WEIGHT = re.compile(r".*weight\d*")
 class AdaptedPlan:
     """The planned files of a merge of a checkpoint that has adapters.
 
-    `reader` also reads the base model, if it is in a separate folder. `plan` has the model's files, or the adapter's
-    files if only the adapter is written. `adapter` is None if the adapters are merged.
+    `reader` also reads the base model if the base model is in a separate folder. `plan` has the model's files, or the
+    adapter's files if only the adapter is written. `adapter` is None if the adapters are merged.
     """
 
     reader: CheckpointReader
@@ -166,7 +166,8 @@ class AdapterMerge:
         if found.has_hf_names:
             beside = of_modules(saved_modules(tensors).values())
         else:
-            # If the adapters are written next to the model, the model's folder has the fully trained weights.
+            # If the adapters are written next to the model, the model's folder has the fully trained weights, so leave
+            # these weights out of the adapter's folder.
             beside = fully_trained_in_peft(model, adapted, changed, weights) if self.how == "only" else FullyTrained()
         folder = plan_adapter_folder(
             model, adapted, tensors, self.settings, dtype=self.options["dtype"], base=base, beside=beside

@@ -18,7 +18,7 @@ from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 @dataclass(frozen=True, eq=False)
 class OpenCheckpoint:
-    """A checkpoint to merge. `model` is its model or its base model. `tensors` are the tensors to write, by name."""
+    """A checkpoint to merge. `model` is its model or base model. `tensors` are the tensors to write, by name."""
 
     found: FoundCheckpoint
     model: HfModel

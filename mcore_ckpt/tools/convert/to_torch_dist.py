@@ -100,11 +100,12 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
         first = reader.parts_of(name)[0]
         for rows in chain.from_iterable(key_rows[name]):
             slices += slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
-    # transformer-engine reads an empty tensor as a state without FP8, and megatron's own layers accept any state.
+    # An empty tensor serves as the state under both layer specs: transformer-engine reads an empty tensor as a state
+    # without FP8, and megatron's own layers accept any state.
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
     states = dict.fromkeys((place.object_key for name in names for place in keys.states(name)), empty)
-    # `common.pt` must have no entries. `dist_checkpointing.load` returns its entries in the same dict as the tensors,
-    # and verl passes this dict to a strict `load_state_dict`, which refuses unknown entries.
+    # `common.pt` must have no entries. `dist_checkpointing.load` returns the entries of this file in the same dict as
+    # the tensors, and verl passes this dict to a strict `load_state_dict`, which refuses unknown entries.
     contents = Contents.of(slices, states)
     contents.describe()  # raises an error if the contents cannot be described
     return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)

@@ -49,7 +49,7 @@ def check_together(agreement: Agreement, destination: Destination) -> None:
 def plan_together(
     agreement: Agreement, topic: str, plan: Callable[[], Plan], identity: Callable[[Plan], Record], what: str
 ) -> Plan:
-    """Plans on all processes. If one process fails, all raise its error.
+    """Plans on all processes. If one process fails, all processes raise its error.
 
     `identity` returns the part of a plan that must be the same on all processes, as plain JSON values. For messages,
     `topic` says what the processes do, and `what` names the part that must be the same.

@@ -228,7 +228,7 @@ def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """One kind of a tensor in A and in B. `pairs` is empty if A or B lacks it, or if the shapes differ."""
+    """One kind of a tensor in A and in B. `pairs` is empty if A or B lacks the tensor, or if the shapes differ."""
 
     name: str
     kind: str
@@ -269,8 +269,8 @@ def _in_both(
     infos = _info(ours), _info(theirs)
     parts = [(ours, theirs)]
     if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
-        # These shards are not parts of a global tensor, but belong to the file of a rank or to a shard. Compare them
-        # file by file.
+        # These shards are not parts of a global tensor, but belong to the file of a rank or to a shard. Compare these
+        # shards file by file.
         there = {shard.file: shard for shard in theirs}
         if {shard.file for shard in ours} != there.keys():
             return None

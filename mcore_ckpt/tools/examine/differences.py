@@ -132,7 +132,7 @@ def _is_same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         ours, theirs = (each.contiguous().view(-1).view(torch.uint8) for each in (left, right))
         return left.dtype == right.dtype and left.shape == right.shape and ours.equal(theirs)
-    # NaN is not equal to itself, but the texts of two NaNs are equal.
+    # NaN is not equal to itself, but the texts of two NaNs are equal, so compare the texts, too.
     return type(left) is type(right) and (left == right or repr(left) == repr(right))
 
 

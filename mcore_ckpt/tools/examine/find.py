@@ -71,7 +71,8 @@ def find_checkpoint(
         CheckpointCorruptError: a manifest is damaged.
     """
     for folder in _places(path, step):
-        # Folders inside a checkpoint can look like checkpoints: verl has separate trees for model and optimizer.
+        # Look inside only if the folder itself is not a checkpoint, because folders inside a checkpoint can look like
+        # checkpoints: verl has separate trees for model and optimizer.
         inside = [folder] if _foreign_kind(folder, backend) is not None else _folders_in(folder)
         found = [FoundCheckpoint(each, kind) for each in inside if (kind := _foreign_kind(each, backend)) is not None]
         if found:
@@ -86,7 +87,8 @@ def find_checkpoint(
     if any(recognize(each, "fsdp") for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
         raise InvalidArgumentError(f"{path}: has FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
-    # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
+    # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip these
+    # roles.
     models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
     return _one(path, [FoundCheckpoint(folder, NATIVE.name) for folder in models or selection.role_dirs], role)
 

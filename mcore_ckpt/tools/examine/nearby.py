@@ -40,8 +40,8 @@ def _root_above(path: Path) -> Path | None:
     absolute = Path(os.path.abspath(path))
     for depth, folder in enumerate([absolute, *absolute.parents][:_MOST_ABOVE]):
         if file_names.parse_step(folder.name) is not None:
-            # If the path as typed contains the root (the parent of `folder`), return that part of it. So a relative
-            # path stays relative.
+            # If the path as typed contains the root (the parent of `folder`), return that part of the path as typed. So
+            # a relative path stays relative.
             typed = () if ".." in path.parts else path.parts[: len(path.parts) - depth - 1]
             return Path(*typed) if typed else folder.parent
     return None

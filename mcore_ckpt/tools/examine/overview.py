@@ -7,8 +7,8 @@ The result keeps the numbers of all shards in columns, because a checkpoint has 
 `cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
 `page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
 they are looked at; a test compares both computations for every shard. Names in a checkpoint may be hostile. The page
-stores the names compressed and in base 64, so a name cannot end the HTML element that contains it; scripts put names
-into text nodes only; and a policy in the page's head forbids all other scripts.
+stores the names compressed and in base 64, so a name cannot end the HTML element that contains it. Scripts put names
+into text nodes only. A policy in the page's head forbids all other scripts.
 """
 
 from __future__ import annotations

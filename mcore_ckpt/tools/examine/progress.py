@@ -17,7 +17,7 @@ def no_progress(done: int, total: int) -> None:
 def summed(progress: Progress, total: int) -> Callable[[int], None]:
     """Returns a function that adds up the bytes of finished parts of the work, and passes the sum to `progress`.
 
-    Several threads may call it. `total` may be a lower bound of the work; the sum never exceeds it.
+    Several threads may call the returned function. `total` may be a lower bound of the work; the sum never exceeds it.
 
     Example:
         >>> add = summed(lambda done, total: print(done, total), 5)

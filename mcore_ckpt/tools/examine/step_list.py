@@ -112,7 +112,7 @@ class StepList:
 
 
 def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
-    """Looks at the steps below a root. Reads only manifests, and the names and sizes of the other files.
+    """Returns the steps below a root. Reads only manifests, and the names and sizes of the other files.
 
     Args:
         root: the folder of the steps.
@@ -147,7 +147,8 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
             listed = _remote_only(store, there[number], number == newest)
             found.append(_with_commit(listed, there[number].found.values(), number in given_up))
             continue
-        # A step that is saved for the first time has no folder yet, but only a staging folder next to its place.
+        # A step that is saved for the first time has no folder yet, but only a staging folder next to its place. Give
+        # the step an empty status.
         status = status or StepStatus(number, file_names.step_dir(root, number), frozenset(), frozenset(), ())
         is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
@@ -226,7 +227,7 @@ def _state(step: StepStatus | RemoteStep) -> State:
 
 
 def _remote_steps(url: str, root: Path) -> RemoteSteps:
-    # Imported only here, because the import of fsspec takes as long as a whole list without a remote store.
+    # fsspec is imported only here, because its import takes as long as a whole list without a remote store.
     from mcore_ckpt.io.store import Store
     from mcore_ckpt.steps.remote_steps import RemoteSteps
 

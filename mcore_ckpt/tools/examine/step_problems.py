@@ -64,12 +64,12 @@ class StepProblems:
         self._began = time.monotonic()
         self.statuses = [steps.step_status(path)] if is_one else steps.list_steps(path, step)
         self.statuses = [status for status in self.statuses if step in (None, status.step)]
-        # The fast tier has no tracker in its nodes' folders.
+        # Do not examine a tracker in a node's folder, because the fast tier has no tracker there.
         self._with_tracker = not is_one and step is None and not is_node_folder(path, self.statuses)
         self._suspects = self._look(self.statuses)
 
     def settle(self) -> Settled:
-        """Returns the problems that remain. Waits, at most half a minute, while they may go away by themselves."""
+        """Returns the problems that remain. Waits, at most half a minute, while problems may still go away."""
         problems: list[str] = []
         under_way: list[str] = []
         try:
@@ -101,8 +101,8 @@ class StepProblems:
         """Looks again, and returns the suspects of the last look that are still suspects."""
         last = self._suspects
         found = self._look([steps.step_status(status.path) for status in last.steps])
-        # Do not compare the sentence about the tracker, which changes with each commit. Compare the step that the
-        # tracker names: if this step has changed, the tracker is being updated.
+        # Compare the step that the tracker names, not the sentence about the tracker, because the sentence changes with
+        # each commit. If the step has changed, the tracker is being updated.
         is_same = last.tracker is not None and found.tracked == last.tracked
         self._suspects = _Suspects(found.steps, found.tracker if is_same else None, found.tracked)
         return self._suspects

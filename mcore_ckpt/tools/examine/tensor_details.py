@@ -78,7 +78,8 @@ class KindDetails:
         kind: "model", "opaque", "param", "exp_avg", ...
         dtype: without "torch.".
         shape: the global shape.
-        same_as: the other kind under which the bytes are stored (fp32 training); None otherwise.
+        same_as: the other kind under which the bytes are stored (fp32 training); None if the bytes are stored under
+            `kind`.
         values: the statistics; None for opaque bytes, and if `same_as` is given.
         parts: the stored parts. If several tensor-parallel ranks have the same part, the part is listed for each of
             their files.

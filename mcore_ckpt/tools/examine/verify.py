@@ -130,10 +130,10 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
 
 
 def _verify_undisturbed(role: _Role, deep: bool, progress: Callable[[int], None]) -> VerifiedRole | None:
-    """Verifies one role, and repeats this if a trainer has saved the step meanwhile. Returns None if the role is gone.
+    """Verifies one role, and starts again if a trainer has saved the step meanwhile. Returns None if the role is gone.
 
     A save replaces the old checkpoint even if that checkpoint is locked, and retention may delete the step just before
-    this function locks it. Files are then missing, but nothing is damaged.
+    this function locks the step. Files are then missing, but nothing is damaged.
     """
     verdict = None
     for _ in range(_TRIES):

@@ -164,6 +164,7 @@ class _Meter:
             least = sum(map(min, sizes, (size for _, size in self._sample)))
             return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
         # There is no previous checkpoint, or the previous checkpoint has other files, because its layout was different.
+        # So take any files of the save.
         return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
 
 

@@ -93,7 +93,9 @@ class PathInfo:
 
 
 def what_is(path: Path) -> PathInfo:
-    """Looks at names, and at small parts of the files that show which program wrote a folder. Raises nothing.
+    """Returns what is at a path, from names and from small parts of the files that show which program wrote a folder.
+
+    Raises nothing.
 
     Example:
         >>> what_is(Path("/nowhere")).kind

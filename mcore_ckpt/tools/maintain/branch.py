@@ -1,4 +1,4 @@
-"""Makes a fork: a new run in a new folder of steps that begins with a copy of one step.
+"""Makes a fork: a new run, in a new folder of steps, that begins with a copy of one step.
 
 The copied step is the parent of the new run, and the copy is the run's first commit. So a training that is started with
 the new folder goes on from the step, and its saves and its retention cannot change the old folder.

@@ -45,7 +45,7 @@ class MissingFiles:
 class RoleSource:
     """One role of a step, and the places of its files.
 
-    `folders` are the role's folders on the nodes. Each is listed with the numbers of its files (positions in the
+    `folders` are the role's folders on the nodes. Each folder is listed with the numbers of its files (positions in the
     manifest's list).
     """
 
@@ -113,8 +113,9 @@ def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | No
             the steps of the root's run are found.
 
     Raises:
-        InvalidArgumentError: `root` has steps of a run, and the folders have no step of that run. Or nothing tells the
-            run of `root`, and the folders have steps of several runs, none of which was saved to `root`'s path.
+        InvalidArgumentError: `root` has steps of a run, and the folders have no step of that run; or the folders have
+            steps of several runs, the run of `root` is not known, and none of these runs has saved to the path of
+            `root`.
         CheckpointNotFoundError: no folder has a step of the fast tier, or no folder has this step.
         OSError: a folder cannot be read.
     """
@@ -201,8 +202,8 @@ def collect(found: FoundStep, root: Path, progress: Progress = no_progress, forc
     """Copies a whole step into a folder of steps, as an ordinary checkpoint.
 
     The result equals the checkpoint that a save to `root` would have written. Each file is read once, and its CRC is
-    checked. If a file is damaged in one folder, it is taken from the next folder that has it. During the copy, no
-    trainer can save below `root`.
+    checked. If a file is damaged in one folder, the file is taken from the next folder that has a copy. During the
+    copy, no trainer can save below `root`.
 
     Args:
         found: the step, which must be whole.

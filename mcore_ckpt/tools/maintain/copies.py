@@ -15,7 +15,7 @@ Count = Callable[[int], None]
 
 
 class _Stopped(Exception):
-    """Raised in a copying thread to end it, because another thread has failed or the process was interrupted."""
+    """Ends a copying thread, because another thread has failed or the process was interrupted."""
 
 
 def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count: Count) -> list[Result]:
@@ -25,9 +25,9 @@ def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count
 
     Args:
         items: the files to copy.
-        copy: a function that copies one file. Each time that it has copied some bytes, it must call its second
-            argument with their number.
-        count: a function that is called with these numbers, on several threads.
+        copy: a function that copies one file. Each time that it has copied some bytes, it must call its second argument
+            with the number of these bytes.
+        count: a function that is called with these numbers of bytes, on several threads.
     """
     is_stopped, running, changed = False, 0, threading.Condition()
 
@@ -56,8 +56,8 @@ def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count
             with changed:
                 is_stopped = True
             pool.shutdown(cancel_futures=True)
-            # Ctrl-C while the pool starts a thread leaves a thread that the pool does not know, so it does not wait for
-            # that thread's copy.
+            # Ctrl-C while the pool starts a thread leaves a thread that the pool does not know, so the pool does not
+            # wait for that thread's copy. Wait for the copy here.
             with changed:
                 changed.wait_for(lambda: running == 0)
             raise

@@ -87,7 +87,7 @@ def prune(
 
 
 def _removed(path: Path, dry_run: bool, remove: Callable[[Path], object]) -> PrunedFolder:
-    """Removes a leftover, unless it is a dry run. Returns the entry for the report."""
+    """Removes a leftover, unless `dry_run` is True. Returns the entry for the report."""
     nbytes = _nbytes(path)
     if not dry_run:
         remove(path)
@@ -136,7 +136,7 @@ def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedF
 
 
 def _without_optimizer(pruned: PrunedFolder, decision: RetentionDecision[StepStatus], dry_run: bool) -> PrunedFolder:
-    """Removes optimizers of a step or, in a dry run, checks whether it can. Returns the entry for the report."""
+    """Removes a step's optimizers (in a dry run, only checks for obstacles). Returns the entry for the report."""
     status, roles = decision.status, decision.loses
     nbytes = sum(_nbytes(status.role_dir(role) / file_names.OPTIMIZER_DIR) for role in roles)
     try:

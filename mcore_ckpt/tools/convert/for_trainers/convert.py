@@ -54,7 +54,7 @@ def convert_for_trainer(
     progress: Progress = no_progress,
     force: bool = False,
 ) -> TrainerConversionReport:
-    """Writes a step into `root`, so that another trainer can go on from it. Every process must call this function.
+    """Writes into `root` a step from which another trainer can go on. Every process must call this function.
 
     The step loads under any parallel layout that chains optimizers in the same way: one for all parameters or, with
     expert parallelism, one for dense parameters and one for experts. The step's folder appears when it is complete, and
@@ -101,7 +101,8 @@ def _select(agreement: Agreement, source: Path, step: int | None, role: str | No
 
     def combine(_: Sequence[Record]) -> Record:
         found = select(source, step)
-        # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages.
+        # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip
+        # these roles.
         models = [path for path in found.role_dirs if read_manifest(path).stages]
         chosen = [path for path in models if role in (None, path.name, read_manifest(path).role)]
         if not models:
@@ -146,8 +147,8 @@ class _StepOfTrainer(NewFolder):
     def check(self) -> None:
         super().check()
         for name, data in self._plan.trackers.items():
-            # A tracker that names any other step is refused. The step with the larger number need not be the later
-            # step, because a training may have gone back.
+            # Refuse a tracker that names another step, even a step with a smaller number: because a training may have
+            # gone back, the step with the smaller number can be the later step.
             if not self.replaceable.force and _differs(self._root / name, data):
                 raise InvalidArgumentError(
                     f"{self._root}: {name} names another checkpoint, so trainings would not go on from step "

@@ -3,7 +3,7 @@
 | trainer | versions | the step's folder | what is in this folder |
 |---|---|---|---|
 | Megatron-LM | core_r0.16 to core_r0.19 | `iter_0000100` | one torch_dist folder |
-| Megatron-Bridge | 0.6.2 | `iter_0000100` | the same, and `run_config.yaml` |
+| Megatron-Bridge | 0.6.2 | `iter_0000100` | one torch_dist folder, and `run_config.yaml` |
 | verl | 0.9.1 | `global_step_100/actor` | `model/huggingface`, `optimizer/dist_ckpt`, `extra/dist_ckpt` |
 | verl-0.8 | 0.7.1, 0.8.0 | `global_step_100/actor` | `huggingface`; `dist_ckpt`, which has the weights, too |
 """
@@ -99,7 +99,7 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
         CheckpointError: the checkpoint is damaged, or has something that the trainer cannot load.
     """
     for role in roles:
-        # Megatron-Bridge stores the rows and alpha of adapters in another form.
+        # Megatron-Bridge stores the rows and alpha of adapters in another form, so adapters are refused.
         if any(is_adapter(name) for name in role.reader.names):
             raise UnsupportedError(
                 f"{role.path}: has adapters, which this conversion does not support: take the weights with mcore-ckpt "
@@ -215,7 +215,7 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
     trees: list[tuple[str, CheckpointWriter]] = []
     exports: list[tuple[str, CheckpointWriter]] = []
     notes: list[str] = []
-    # In steps of verl's SFT trainer, the step's folder is the folder of its only role.
+    # In steps of verl's SFT trainer, the step's folder is the folder of its only role, so the files get no role's name.
     is_step = file_names.parse_step(roles[0].path.name) is not None
     for role in roles:
         prefix = "" if is_step else f"{role.reader.manifest.role}/"

@@ -33,7 +33,7 @@ class OtherFiles:
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
         for name in self.copies:
             make_folders(folder, name)
-            # A file of the step may be a link, if its target is in the step.
+            # A file of the step may be a link to a file in the step.
             write_file(folder / name, pieces_of(inside(self.source, name)))
         for name, text in self.texts.items():
             write_file(folder / name, [text.encode()])

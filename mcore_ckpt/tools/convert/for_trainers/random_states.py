@@ -34,7 +34,8 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
     objects = {}
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
-            # In the group of replicas, the context-parallel place varies fastest ("tp-cp-ep-dp-pp").
+            # In the group of replicas, the context-parallel place varies fastest ("tp-cp-ep-dp-pp"), so `cp` is the
+            # inner loop.
             replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp if of_each_replica else 1)]
             states = [_read_states(reader, file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
             if any("seed" in state for state in states):
@@ -56,7 +57,8 @@ def _read_states(reader: NativeReader, path: str) -> dict[str, Any]:
 
 
 def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    # A run without CUDA has no state of a device, but megatron requires one, so give it torch's state.
+    # A run without CUDA has no state of a device, but megatron requires a state of a device, so use torch's state of
+    # the CPU.
     device = state["torch"] if state["device"] is None else state["device"]
     version, words, gauss = state["python"]
     return {

@@ -154,7 +154,8 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
             state["common_step"] = torch.tensor(float(step))
         else:
             # FusedAdam counts steps in its param groups, and would treat a `step` in the state as a tensor. torch's
-            # Adam counts steps in the state, and would never change a `step` in its groups.
+            # Adam counts steps in the state, and would never change a `step` in its groups. So `step` goes only where
+            # the optimizer counts.
             groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
     elif step is not None:
         state["common_step"] = step
@@ -228,7 +229,7 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
     config = to_mcore_config(described)
     names = ("num_layers", "hidden_size", "num_attention_heads")
     found: dict[str, Any] = {name: config.transformer[name] for name in names}
-    # Megatron-LM 0.19 assumes that a checkpoint without this argument holds a GPTModel.
+    # Set this argument, because Megatron-LM 0.19 assumes that a checkpoint without the argument holds a GPTModel.
     found["hybrid_layer_pattern"] = config.gpt.get("hybrid_layer_pattern")
     return {**found, "add_position_embedding": config.gpt.get("position_embedding_type") == "learned_absolute"}
 

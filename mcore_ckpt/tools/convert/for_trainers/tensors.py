@@ -72,7 +72,7 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
     model: list[Slice] = []
     optimizer: list[Slice] = []
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
-    # HybridModel and MambaModel also require this object, and GPTModel ignores it.
+    # Always write this object, too, because HybridModel and MambaModel require it. GPTModel ignores the object.
     states = {keys.place("output_layer._extra_state").object_key: empty}
     for tensor in tensors:
         if tensor.model == OPAQUE:

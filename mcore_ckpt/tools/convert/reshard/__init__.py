@@ -9,8 +9,8 @@ The indexes describe every byte, so no model is needed. The cuts and stages of t
   GatedDeltaNet or MambaMixer computes in one product (queries, keys, values, ...). So an index shows how to cut such a
   tensor under another size. A mixer's tensor that is stored in one piece is refused, because an even cut would mix
   queries and keys.
-- The data-parallel ranks of each (pp, tp) divide the elements of all dense parameters there evenly, in the order of
-  names. The data-parallel ranks of each (pp, etp, ep) divide the elements of the experts there in the same way. A load
+- At each (pp, tp), the data-parallel ranks divide the elements of all dense parameters evenly, in the order of names.
+  At each (pp, etp, ep), the data-parallel ranks divide the elements of all expert parameters in the same way. A load
   accepts any such division. A replicated optimizer becomes a sharded optimizer.
 - If neither `--world` nor `--dp` is given, the world size stays as saved if tp x pp x cp and etp x ep x pp divide it.
   Otherwise the new world size is the smallest number that both products divide. The data-parallel size follows from

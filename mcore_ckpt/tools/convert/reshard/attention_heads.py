@@ -15,7 +15,7 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 
-# Maps each weight that tensor parallelism cuts to its kinds of heads, and each kind to the fact and the field of
+# The kinds of heads of each weight that tensor parallelism cuts. Each kind maps to the fact and the field of
 # config.json that state the number of heads.
 _HEADS = {
     "linear_qkv.weight": {

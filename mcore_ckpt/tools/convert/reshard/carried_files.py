@@ -98,8 +98,8 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
 def _with_all_positions(place: Place, dp: int, extra_at: Callable[[Place], Extra | None]) -> Extra | None:
     """Returns the `extra_state` of a saved place, with the data positions of all data-parallel ranks.
 
-    With all positions, a load of the new checkpoint can divide them among its ranks. Returns None if there are no
-    data positions.
+    With all positions, a load of the new checkpoint can divide the positions among the loading ranks. Returns None if
+    there are no data positions.
     """
     extra = extra_at(place)
     found = [(keys, record) for keys, record in positions_in(extra) if "ranks" not in record]

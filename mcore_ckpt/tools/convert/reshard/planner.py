@@ -52,7 +52,7 @@ class PlannedFile:
 
 
 class Regions:
-    """Computes the region of each tensor that each rank of the new layout holds.
+    """Computes which region of each tensor each rank of the new layout holds.
 
     Raises CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted.vocab_size`.
     """
@@ -115,7 +115,8 @@ class Regions:
 
     def _cut(self, tensor: SavedTensor, saved: int) -> Cut:
         if tensor.name not in self._cuts:
-            # A value head has the output layer's name, but only a few rows, and each rank holds all these rows.
+            # A value head has the output layer's name, but is not cut: it has only a few rows, and each rank holds all
+            # these rows.
             is_head = split_language_model(tensor.name)[1].startswith("output_layer.")
             is_value_head = is_head and tensor.shape[0] != self._saved_rows
             self._cuts[tensor.name] = find_cut(
@@ -229,8 +230,8 @@ class Planner:
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """Yields the parameters for which a rank owns optimizer state, each with the owned region.
 
-        The data-parallel ranks of each (pp, tp) divide the elements of all dense parameters there evenly. The
-        data-parallel ranks of each (pp, etp, ep) divide the elements of the experts there in the same way.
+        At each (pp, tp), the data-parallel ranks divide the elements of all dense parameters evenly. In the same way,
+        at each (pp, etp, ep), the data-parallel ranks divide the elements of all expert parameters.
         """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]

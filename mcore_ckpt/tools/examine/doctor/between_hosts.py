@@ -43,7 +43,7 @@ class View:
 
 
 def look(agreement: Agreement, trial: Path) -> View:
-    """Every rank looks for rank 0's file, and rank 0 looks for every rank's file.
+    """Lets every rank look for rank 0's file, and rank 0 look for every rank's file.
 
     Each file contains a random word. Otherwise a rank could mistake a file of the same name on another file system for
     the right file.

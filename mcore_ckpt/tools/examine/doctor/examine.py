@@ -27,7 +27,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 RANKS = "ranks"
-# How many seconds longer a rank waits for the other ranks while these measure speeds.
+# How many seconds longer a rank waits for the other ranks if they measure speeds.
 _MEASURING_S = 180.0
 _TOPIC = "examining the file system"
 

@@ -11,9 +11,9 @@ from typing import Any
 class Severity(StrEnum):
     """How bad a finding is, from harmless to worst.
 
-    FINE: it works. EMULATED: it does not work, but something slower or weaker replaces it. SLOW: it works, but more
-    slowly than this machine could. RISK: it works now, but later saves may fail, or a failure that this package
-    otherwise survives can lose checkpoints. BAD: checkpoints cannot be saved here.
+    FINE: the examined thing works. EMULATED: the thing does not work, but something slower or weaker replaces it. SLOW:
+    the thing works, but more slowly than this machine could. RISK: the thing works now, but later saves may fail, or a
+    failure that this package otherwise survives can lose checkpoints. BAD: checkpoints cannot be saved here.
     """
 
     FINE = "fine"

@@ -249,7 +249,8 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
 
 
 def _names(folder: Path, mount: Mount | None) -> Finding:
-    # Hidden folders have the longest names: a role of 128 letters, `replaced-` and an id of 32 digits.
+    # Hidden folders have the longest names: a role of 128 letters, `replaced-` and an id of 32 digits. So a name of 180
+    # letters is tried.
     try:
         (folder / ("n" * 180)).mkdir()
     except OSError as error:

@@ -162,7 +162,7 @@ def _pairs(
     """Measures `ours` and `raw` in turn, and returns the seconds of each pair of calls.
 
     The first pair is a warm-up and is left out, unless it takes so long that no other pair follows. `before` is called
-    before each pair, and `after` after it, with the number of pairs so far.
+    before each pair. `after` is called after each pair, with the number of pairs so far.
     """
     begin = time.monotonic()
     times = []

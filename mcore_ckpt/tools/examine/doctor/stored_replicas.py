@@ -1,8 +1,8 @@
 """Compares replicated tensors in the newest checkpoint.
 
 Each tensor-parallel rank stores the tensors that tensor parallelism replicates, so this module can compare them.
-Data-parallel replicas are stored only once, so only the training itself can compare these: each save compares some of
-them, or all with `verify_replicas=True`.
+Data-parallel replicas are stored only once, so only the training itself can compare data-parallel replicas: each save
+compares some of them, or all with `verify_replicas=True`.
 """
 
 from __future__ import annotations

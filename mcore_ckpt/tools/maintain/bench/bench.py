@@ -41,8 +41,8 @@ class Comparison:
 class RealSaves:
     """Real saves of one size, predicted and measured. The measured times are medians.
 
-    `nbytes` is the size of a save, all ranks of the node together. `async_save` is the time until an async save is
-    durable.
+    `nbytes` is the size of a save in bytes, of all ranks of the node together. `async_save` is the time until an async
+    save is durable.
     """
 
     nbytes: int
@@ -83,7 +83,7 @@ def bench(
         nbytes: the size of a trial save in bytes.
         ranks: how many ranks of a node save at once.
         size: the size of the training's saves, for a prediction; None to predict nothing.
-        real: sizes of real saves to compare with their predictions.
+        real: the sizes, in bytes, of real saves to compare with their predictions.
         progress: called after each save.
 
     Raises:

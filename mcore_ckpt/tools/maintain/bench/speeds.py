@@ -181,7 +181,8 @@ def _median(times: Sequence[SaveTimes], field: str) -> float:
 def _speed(nbytes: int, seconds: float, without_bytes_s: float) -> float:
     """Returns a speed in bytes per second.
 
-    The fixed time of a save (`without_bytes_s`) is subtracted from `seconds`, unless it is at least half of `seconds`.
+    The fixed time of a save (`without_bytes_s`) is subtracted from `seconds`, unless this fixed time is at least half
+    of `seconds`.
     """
     rest = seconds - without_bytes_s
     return nbytes / (rest if rest > seconds / 2 else seconds)
