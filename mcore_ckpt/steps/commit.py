@@ -148,7 +148,7 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
 
     All other files, and the names in the folders below `staging`, must be durable already.
 
-    Raises OSError, and CommitError if the manifest could not be read back: a checkpoint that cannot be loaded must not
+    Raises OSError, and CommitError if no load could read the manifest: a checkpoint that cannot be loaded must not
     replace an intact older checkpoint.
     """
     try:

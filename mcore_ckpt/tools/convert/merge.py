@@ -314,7 +314,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
 
 
 def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    """Returns the tensors that are not adapters, or the base model's tensors if the checkpoint has only adapters."""
+    """Returns the tensors that are not adapters. If there are none, returns the base model's, if the folder has it."""
     adapters = adapters_in(found, tensors)
     if has_base(found, tensors) or not adapters:
         return {name: info for name, info in tensors.items() if name not in adapters}

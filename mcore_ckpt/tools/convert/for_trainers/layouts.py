@@ -99,7 +99,7 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
         CheckpointError: the checkpoint is damaged, or has something that the trainer cannot load.
     """
     for role in roles:
-        # Megatron-Bridge stores the rows and alpha of adapters in another form, so adapters are refused.
+        # The trainers store adapters in forms that nothing here writes: Megatron-Bridge has other rows and alphas.
         if any(is_adapter(name) for name in role.reader.names):
             raise UnsupportedError(
                 f"{role.path}: has adapters, which this conversion does not support: take the weights with mcore-ckpt "

@@ -124,9 +124,9 @@ def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float])
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """Lets one rank of each host try to take a lock that rank 0 holds. Then lets all these ranks try to make one file.
+    """Lets some ranks try to take a lock that rank 0 holds. Then lets all these ranks try to make one file.
 
-    `leaders` are the ranks that take part, including rank 0.
+    `leaders` are these ranks, one of each host and mount, including rank 0.
     """
     if len(leaders) < 2:
         return []
@@ -217,8 +217,8 @@ def _of_winners(winners: Sequence[int]) -> Finding:
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
     """Compares the clocks of the hosts with rank 0's clock.
 
-    The `leaders`, one rank of each host, read their clocks between two readings of rank 0's clock. The clocks are
-    compared with an error of at most half the time between these two readings.
+    The `leaders`, one rank of each host and mount, read their clocks between two readings of rank 0's clock. The clocks
+    are compared with an error of at most half the time between these two readings.
     """
     if len(leaders) < 2:
         return []

@@ -1,7 +1,7 @@
 """Examines a root: one process alone, or all ranks of a job together.
 
-All ranks look at each other's files. One rank of each host tries the file system, because the abilities of a file
-system depend on how the host has mounted it. Rank 0 collects all findings.
+All ranks look at each other's files. One rank of each host and mount tries the file system, because the abilities of a
+file system depend on how the host has mounted it. Rank 0 collects all findings.
 """
 
 from __future__ import annotations
