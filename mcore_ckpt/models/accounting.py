@@ -36,7 +36,7 @@ def some_of(names: Collection[str], most: int = 3) -> str:
 class LeftOut:
     """Tensors of a source that a conversion leaves out for one reason.
 
-    If only some rows of a tensor are left out, `tensors` has its name and these rows.
+    If only some rows of a tensor are left out, `tensors` has the tensor's name, followed by the numbers of these rows.
     """
 
     reason: str

@@ -51,9 +51,9 @@ def language_config(config: HfConfig, section: str) -> HfConfig:
     """Returns the fields of `config.json` that describe the language model, as if this model had its own `config.json`.
 
     Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
-    whole model (`_OF_BOTH`) can be in both places. If they are, the values in `config.json` itself count (transformers
-    5 reads `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if the architecture has no
-    section.
+    whole model (`_OF_BOTH`) can be in both places. Then the values in `config.json` itself count (transformers 5 reads
+    `tie_word_embeddings` in `config.json` itself, and 4.57 in the section). `section` is empty if the architecture has
+    no section.
     """
     if not _is_nested(config, section):
         return config

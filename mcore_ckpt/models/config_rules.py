@@ -126,7 +126,7 @@ class SlidingWindow:
     """The rule for sliding-window attention in some or all layers.
 
     The size of HuggingFace's window includes the current token. The size of Megatron's window includes only the tokens
-    before the current one (`get_sliding_window_causal_mask`, 0.16.1), so Megatron's size is smaller by one.
+    before the current token (`get_sliding_window_causal_mask`, 0.16.1), so Megatron's size is smaller by 1.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -244,8 +244,8 @@ class NormalizedTopk:
     to all experts.
 
     Attributes:
-        always: True if the weights add up to 1 in all models of the architecture. The configs of such models have no
-            field for this.
+        always: True if the weights add up to 1 in all models of the architecture. The configs of these models need not
+            have the field `norm_topk_prob`.
     """
 
     always: bool = False
@@ -313,7 +313,7 @@ class SigmoidScores:
 
 
 class SharedExperts:
-    """The rule for shared experts. HuggingFace's config states how many there are.
+    """The rule for shared experts. HuggingFace's config states their number.
 
     Megatron has one shared expert that is as large as all of HuggingFace's shared experts together.
     """

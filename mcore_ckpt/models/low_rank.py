@@ -12,7 +12,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of an adapter (A, B or the magnitudes): the elements of `region` of the tensor `name` in the source."""
+    """A factor of an adapter (A, B or the magnitudes): the elements in `region` of the source's tensor `name`."""
 
     name: str
     region: Region

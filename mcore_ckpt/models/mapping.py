@@ -80,7 +80,7 @@ def hf_tensors(model: HfModel) -> list[HfTensor]:
 
 
 def hf_mtp_prefix(model: HfModel, number: int = 0) -> str:
-    """Returns the beginning of the HuggingFace names of a multi-token-prediction layer, counted from 0."""
+    """Returns the beginning of the HuggingFace names of multi-token-prediction layer `number`, counted from 0."""
     table = model.architecture.table
     return table.hf_mtp_layer.format(hf=table.hf, layer=len(model.layers) + number, mtp=number)
 
@@ -148,9 +148,10 @@ def check_names(
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
     """Returns True if a folder stores `tensors` in the form of `Table.stacked`, and False for the other form.
 
-    The names are the same in both forms, so the shapes decide. All tensors are looked at, because some can have the
-    same shape in both forms. `tensors` has each stacked tensor with its shape in the other form. `names` maps the names
-    in the folder to its tensors. If `names` is not a mapping, the form is unknown, and the result is False.
+    The names are the same in both forms, so the shapes decide. All tensors are looked at, because some tensors can have
+    the same shape in both forms. `tensors` has each stacked tensor with its shape in the other form. `names` maps the
+    names in the folder to the folder's tensors. If `names` is not a mapping, the form is unknown, and the result is
+    False.
     """
     if not isinstance(names, Mapping):
         return False

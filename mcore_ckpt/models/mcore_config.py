@@ -95,7 +95,7 @@ def to_hf_config(
 ) -> dict[str, Any]:
     """Returns the `config.json` of a megatron model: `base`, changed where `base` does not describe the model.
 
-    The fields of `base` that have no counterpart in megatron stay, and so do the fields that already describe the
+    Two kinds of fields of `base` stay: fields without a counterpart in megatron, and fields that already describe the
     model. If transformers 4 and 5 use different fields for a value, the result has both fields, because each version
     assumes a default for a field that it does not find.
 
@@ -139,8 +139,8 @@ def to_hf_config(
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
     """Returns the `config.json` to write with exported weights, for transformers 4 and 5.
 
-    The result is `model.config` with two kinds of changes: fields that must match the weights (dtype, class, labels,
-    multi-token prediction) are set, and fields that only one version of transformers reads are added.
+    The result is `model.config` with two kinds of changes. Fields that must match the weights are set: dtype, class,
+    labels, multi-token prediction. Fields that only one version of transformers reads are added.
 
     Args:
         has_mtp: whether multi-token prediction is among the weights.
@@ -151,7 +151,7 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     """
     config = dict(model.language_config)
     _spell_for_both_versions(model.architecture, config)
-    # transformers 4.56 introduced "dtype" and still reads "torch_dtype".
+    # Keep the field that the config has: transformers 4.56 introduced "dtype", and still reads "torch_dtype".
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     # The classes of an architecture without a table are unknown, so the class stays as it is.
     if model.architecture.table.layer:
@@ -310,7 +310,10 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds fields that only transformers 4 or only 5 reads, because both versions use defaults for missing fields."""
+    """Adds the fields that only transformers 4 or only transformers 5 reads.
+
+    A version that does not find its field would use a default.
+    """
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:
@@ -324,7 +327,7 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
             continue
 
 
-# The ends of the class names of language models and of vision-language models.
+# The class names of language models and of vision-language models end with these texts.
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 

@@ -215,10 +215,10 @@ def fully_trained_in_peft(
 ) -> FullyTrained:
     """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
-    PEFT has no form for three groups of tensors: tensors that also have an adapter, and tensors of experts and of
-    multi-token prediction, because transformers has no separate modules for these. `FullyTrained.sources` lacks all
-    three groups. `adapted` are all tensors of the model, from `with_adapters`. `changed` has the names of the source's
-    tensors that training has changed, and `there` has the names of all tensors of the source.
+    PEFT has no form for three groups of tensors: tensors that also have an adapter, tensors of experts, and tensors of
+    multi-token prediction. For the last two groups, transformers has no separate modules. `FullyTrained.sources` lacks
+    all three groups. `adapted` are all tensors of the model, from `with_adapters`. `changed` has the names of the
+    source's tensors that training has changed, and `there` has the names of all tensors of the source.
     """
     modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
     adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}

@@ -88,7 +88,7 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
 
 def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
-    """Returns the model with multi-token prediction if the names show it and `config.json` does not mention it."""
+    """Returns the model, with multi-token prediction if the names show it but `config.json` does not mention it."""
     first = model.architecture.table.mcore + "mtp.layers.0.", hf_mtp_prefix(model)
     if model.mtp_layers or not model.known.unstated_mtp or not any(name.startswith(first) for name in names):
         return model
@@ -104,7 +104,7 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
 
     Raises:
         CheckpointMismatchError: the tokenizer has more tokens than the embedding has rows, and `config.json` states
-            fewer rows than the embedding has, so it is unknown which rows belong to tokens.
+            fewer rows than the embedding has. Then it is unknown which rows belong to tokens.
     """
     stated = model.sizes.get("vocab", rows)
     if tokens is None or min(tokens, rows) <= stated:

@@ -55,7 +55,7 @@ def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
 def check_rows(
     saved: Facts, model: HfModel, saved_in: str = "in the checkpoint", stated_in: str = IN_CONFIG
 ) -> list[DifferentFact]:
-    """Does what `other_facts` does, and checks that `model` has the same order of rows as the model that was trained.
+    """Returns what `other_facts` returns, if `model` has the same order of rows as the trained model.
 
     Raises CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
     """

@@ -4,9 +4,9 @@ On both sides, a table has *global* tensors: it does not know how tensor paralle
 tensors, a table uses the names of megatron's local layer specs; `sharding.synonyms` translates the names of
 transformer-engine's specs.
 
-If megatron fuses several tensors into one, a row names them as sections (`Row.sections`). A HuggingFace folder does not
-show the sections, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each section
-under a separate key. The sections gate and up need no names.
+If megatron fuses several tensors into one, a row names these tensors as sections (`Row.sections`). A HuggingFace folder
+does not show the sections, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each
+section under a separate key. The sections gate and up need no names.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Row:
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
             order of their rows. The keys are megatron's names of the sections, and each value is the section's number
             of rows, in words. Gate and up of `linear_fc1` need no sections.
-        per: the name of the size that says how often the row occurs. Used for rows outside of the decoder's layers that
-            occur several times, such as once per layer of a vision tower. All names of such a row contain `{number}`,
+        per: for a row outside of the decoder's layers that occurs several times, such as once per layer of a vision
+            tower: the name of the size that says how often the row occurs. All names of such a row contain `{number}`,
             which counts from 0. Empty for all other rows.
     """
 
@@ -161,8 +161,8 @@ class Table:
         hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is the layer's
             number among these layers, and `{layer}` is the layer's number if the decoder's layers are counted first.
         hf_mtp_decoder: the text between `hf_mtp_layer` and the names in `layer`, for multi-token-prediction layers.
-        spellings: pairs of two beginnings of names: one that a folder can have, and the one that the table has instead.
-            The first pair that fits a name counts.
+        spellings: pairs of beginnings of names: the beginning that a folder can have, and the beginning that the table
+            has instead. The first pair that fits a name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
             multi-token prediction are stacks of such layers. False if it is a GPTModel.
         gated: True if `linear_fc1` consists of gate and up, which tensor parallelism cuts separately.
@@ -194,7 +194,7 @@ class Table:
 
     def _hf_name(self, mcore: str, usual: str) -> str:
         rows = (row for row in self.model if row.mcore == self.mcore + mcore and not row.is_copy)
-        # The language model's head comes before the value head.
+        # Take the first row, because the language model's head comes before the value head.
         return next((name for row in rows for name in row.hf), usual)
 
     def spelled(self, name: str) -> str:

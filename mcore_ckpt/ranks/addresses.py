@@ -18,8 +18,8 @@ def own_address() -> str:
 
     Raises InvalidStateError if the interface has no address, or if there is no way to MASTER_ADDR.
 
-    The variable GLOO_SOCKET_IFNAME names the interface, as for torch's gloo. Without this variable, the interface is
-    the one that reaches MASTER_ADDR, because all nodes reach each other through the network on which they reach rank 0.
+    The variable GLOO_SOCKET_IFNAME names the interface, as for torch's gloo. Without this variable, this function takes
+    the interface that reaches MASTER_ADDR. All nodes reach each other through the network on which they reach rank 0.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].lstrip("=^")
     if name:

@@ -10,9 +10,9 @@ import time
 # Messages that still have more than MESSAGE_BYTES are refused.
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
-# A decompressed message has at most UNPACKED_BYTES, and at most MOST_UNPACKED_PER_BYTE for each compressed byte. Lists
-# of tensor names become 20 to 30 times as long when they are decompressed. Without a limit, a few bytes could fill the
-# memory.
+# A decompressed message has at most UNPACKED_BYTES bytes, and at most MOST_UNPACKED_PER_BYTE bytes for each compressed
+# byte. Without a limit, a few compressed bytes could fill the memory. Lists of tensor names become only 20 to 30 times
+# as long when they are decompressed.
 UNPACKED_BYTES = 256 << 20
 MOST_UNPACKED_PER_BYTE = 100
 
@@ -26,7 +26,7 @@ POLL_MOST_S = 0.2
 # have waited.
 POLL_MOST_PER_RANK_S = 0.0001
 
-# How many ranks' messages rank 0 asks for at a time.
+# Rank 0 asks for the messages of this many ranks at a time.
 RANKS_AT_ONCE = 256
 
 # How many seconds longer than rank 0 the other ranks wait. Rank 0 finds out which rank is silent, and the other ranks

@@ -42,7 +42,7 @@ class Seat:
         rank = int(variables["RANK"])
         if not 0 <= rank < world_size:
             raise ValueError(f"RANK is {rank}, WORLD_SIZE is {world_size}")
-        # torchrun's agent already hosts a store, unless torchrun was told not to.
+        # Rank 0 hosts the store, unless torchrun's agent already hosts it.
         hosts_store = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return Seat(rank, world_size, (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), hosts_store)
 
@@ -52,7 +52,7 @@ def job_agreement(name: str, seat: Seat | None, timeout_s: float, start_s: float
     """Yields the agreement of all processes of a command, or of this process alone.
 
     If a rank of a training starts a command, the command inherits the training's variables, and waits for processes
-    that nobody has started. So it soon logs that it waits, and what to do.
+    that nobody has started. So the command soon logs that it waits, and what to do.
 
     Args:
         name: the command's name.

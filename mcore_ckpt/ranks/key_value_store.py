@@ -41,7 +41,7 @@ class WaitLimit:
     Attributes:
         at: every wait ends at this time.
         expected_at: the machine is expected to be taken away at this time, so a wait ends then. Waits that begin later,
-            or less than SHORTEST_WAIT_S before, are not limited by it, because the time may be wrong.
+            or less than SHORTEST_WAIT_S seconds earlier, are not limited, because the expected time may be wrong.
     """
 
     at: float = math.inf
@@ -121,7 +121,8 @@ def _most_unpacked(nbytes: int) -> int:
 def missing(store: Any, keys: Sequence[str]) -> list[str]:
     """Returns the keys that the store lacks.
 
-    Asks for all keys at once, and then for halves of them, because thousands of requests would block the store.
+    Asks for all keys at once and, if a key is missing, for each half of the keys. Asking for thousands of keys one by
+    one would block the store.
     """
     if not keys or store.check(list(keys)):
         return []
@@ -134,7 +135,7 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
 def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], object] = len) -> Callable[[], bool]:
     """Returns a function for `poll`. The function returns True once the store has all keys.
 
-    The function asks for RANKS_AT_ONCE keys at a time, and never again for keys that were there. Otherwise each poll
+    The function asks for RANKS_AT_ONCE keys at a time, and never again for keys that the store had. Otherwise each poll
     would ask for thousands of keys, which holds up this process's other threads. The function calls `found` with each
     batch of keys once, in order, when the store has all keys of the batch.
     """
@@ -176,10 +177,10 @@ def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLi
 
     `pollers` is the number of ranks that may poll the store at the same time, and slow each other down.
 
-    Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
+    Does not call `store.wait()`, which blocks the store's client, and prints to stderr after a timeout.
     """
     started = time.monotonic()
-    # Each pause is about a tenth of the time waited so far. This keeps both the delay and the number of requests small.
+    # Each pause is about a tenth of the time waited so far. So both the delay and the number of requests stay small.
     shortest = max(deadlines.POLL_FIRST_S, pollers * deadlines.POLL_PER_RANK_S)
     longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
@@ -196,7 +197,7 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
     """Raises `error` if the store is lost because the process that hosts it has died."""
     try:
         yield
-    except CheckpointError:  # InvalidStateError is a RuntimeError, too
+    except CheckpointError:  # this clause must come before RuntimeError, because InvalidStateError is both
         raise
     except RuntimeError as failure:
         # For a lost connection, torch.distributed raises RuntimeError or a subclass (DistStoreError, DistNetworkError).

@@ -123,7 +123,7 @@ class Round:
         return self._timeout_s, False
 
     def restart_deadline(self) -> None:
-        """Restarts the deadline. Called when a rank has finished its own work, such as writing its files."""
+        """Restarts the deadline. A rank calls this when it has finished its own work, such as writing its files."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:
@@ -139,7 +139,7 @@ class Round:
         self.has_submitted, self._submitted_at = True, time.monotonic()
 
     def leave(self, error: BaseException) -> Record | None:
-        """Fails the round, because `error` has interrupted this rank. Called on all ranks except rank 0.
+        """Fails the round, because `error` has interrupted this rank. All ranks except rank 0 may call this method.
 
         If rank 0 has already claimed the outcome, returns the record that the other ranks get, otherwise None.
         """
@@ -152,7 +152,7 @@ class Round:
         return self._read_done().get("record")
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
-        """Returns the records of all ranks, in the order of the ranks. Called only on rank 0.
+        """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls this method.
 
         Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
         If a rank gives up before the deadline, raises that rank's error at once.
@@ -161,7 +161,7 @@ class Round:
         messages: list[Record] = []
 
         def receive(there: Sequence[str]) -> None:
-            # This is one request for many messages, because thousands of requests would delay all ranks by a second.
+            # Ask for many messages in one request, because thousands of requests would delay all ranks by a second.
             messages.extend(map(unpack, self._store.multi_get(list(there))))
 
         # Most messages are read and decoded while rank 0 waits for the last rank.
@@ -199,7 +199,7 @@ class Round:
         return silence_of(self._topic, silent, *self._waited())
 
     def claim(self, default: type[CheckpointError]) -> None:
-        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Called only on rank 0.
+        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Only rank 0 calls this method.
 
         If a rank has already given up, raises the error that the rank has recorded.
         """
@@ -208,14 +208,14 @@ class Round:
             raise from_record(outcome["error"], default)
 
     def announce(self, record: Record) -> None:
-        """Announces the record that all ranks get. Called only on rank 0."""
+        """Announces the record that all ranks get. Only rank 0 calls this method."""
         self._put(f"{self.prefix}/done", {"record": record})
 
     def announce_failure(self, error: BaseException) -> Record | None:
-        """Announces that the round has failed with `error`, even after `claim`. Called only on rank 0.
+        """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls this method.
 
         If a rank had given up before, the error of that rank stays the outcome, and all other ranks raise that error.
-        In this case the record of that error is returned, otherwise None.
+        Then this method returns the error of that rank, otherwise None.
         """
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
@@ -224,7 +224,7 @@ class Round:
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError], own: BaseException | None = None) -> Record:
-        """Waits for the record that rank 0 announces, and returns it. Called on all ranks except rank 0.
+        """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call this method.
 
         If rank 0 is silent until the deadline but has called `claim`, this rank waits until a second deadline. If
         rank 0 stays silent, only the disk shows what rank 0 did. Raises the error that rank 0 announces, or `default`
@@ -261,11 +261,11 @@ class Round:
         return message
 
     def given_up(self) -> Record | None:
-        """Returns the error of the rank that has given up, or of rank 0 if it has failed the round, or None."""
+        """Returns the error of the rank that has given up, or rank 0's error if rank 0 has failed; None otherwise."""
         return (self._outcome_so_far() or {}).get("error")
 
     def _give_up(self, error: Record) -> Record:
-        """Sets the outcome to `error`, unless the outcome is set already. Called on all ranks except rank 0.
+        """Sets the outcome to `error`, unless the outcome is set already. Rank 0 does not call this method.
 
         If the outcome is an error, announces the error. Otherwise the other ranks could wait much longer, because
         perhaps only this rank knows that its machine goes soon. Returns the outcome.

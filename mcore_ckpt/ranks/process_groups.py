@@ -62,7 +62,7 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
 
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
-            initialized. Also raised if a group of the model's collection has been destroyed.
+            initialized; or a group of the model's collection has been destroyed.
         UnsupportedError: a group is neither in the collection nor in `parallel_state`.
     """
     if not has_process_group():

@@ -5,12 +5,12 @@ outcome is one key that is set only once (compare-and-set). So either a rank giv
 never both.
 
 Calls (`Agreement.call`) are counted, and rounds are numbered within their call. So a rank may leave a call at any
-moment with an exception, such as an exception of a signal handler: the rank fails the round that the other ranks come
-to next, and in the next call all ranks begin with the same round. The opening of a save is a round of one agreement,
-and the commit is a round of another agreement. A rank that is interrupted between these two rounds must fail the round
-of the commit. So the round of the commit has a name, by which the rank can fail it. If rank 0 fails in a round that
-another rank has given up, rank 0 raises the error of that rank. With an error of another type, rank 0 alone would go on
-to an older checkpoint.
+moment with an exception, such as an exception of a signal handler. The rank then fails the round that the other ranks
+come to next, and in the next call all ranks begin with the same round. The opening of a save is a round of one
+agreement, and the commit is a round of another agreement. A rank that is interrupted between these two rounds must fail
+the round of the commit. So the round of the commit has a name, by which the rank can fail this round. If rank 0 fails
+in a round that another rank has given up, rank 0 raises the error of that rank. With an error of another type, rank 0
+alone would go on to an older checkpoint.
 
 A waiting rank asks the store again and again, with pauses that grow with time and with the number of ranks. The rank
 does not use `store.wait()`: a wait that times out leaves C++ warnings on stderr and an unusable client.
@@ -98,7 +98,7 @@ class _Here:
 
 
 class Agreement:
-    """A rank's membership in a group of `world_size` ranks. Through it, the rank takes part in the group's rounds.
+    """A rank's membership in a group of `world_size` ranks. Through this object, the rank takes part in rounds.
 
     Args:
         store: a `torch.distributed` store that all ranks share, or the `OwnStore` of the only rank. Nothing else on
@@ -132,7 +132,7 @@ class Agreement:
         self._rounds: int | None = None  # how many rounds the present call has had; None outside of calls
         # The last round that this rank has begun, and earlier rounds of which this rank still has keys.
         self._begun: list[Round] = []
-        # The error of the present call that all ranks have learned of. The error of an earlier call is not kept,
+        # The error that all ranks have learned of in the present call. The error of an earlier call is not kept,
         # because its traceback keeps the callers' objects, such as the tensors of a training.
         self._told: BaseException | None = None
         self.is_closed = False
@@ -173,8 +173,8 @@ class Agreement:
             self._calls = calls
         elif name is None:
             self._rounds = number
-        # This rank has left the previous round, and so have the ranks that took its records there. So nobody needs
-        # these records any more.
+        # Delete the records that this rank gave in the previous round. The ranks that took the records have left that
+        # round, so nobody needs the records any more.
         while self._given:
             self._store.delete_key(self._given.pop())
         if self.is_coordinator:
@@ -210,7 +210,7 @@ class Agreement:
                 self._rounds = self._told = None
 
     def give(self, key: str, record: Record) -> None:
-        """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
+        """Publishes a record that another rank will `take` in the present round. Call this before the rank submits."""
         path = self._given_key(key, self.rank)
         self._store.set(path, pack(record))
         self._given.append(path)
@@ -251,8 +251,8 @@ class Agreement:
     def close(self) -> None:
         """Deletes the keys of this rank. Every rank calls this method after its last round.
 
-        This method waits for nobody and raises nothing. Keys that other ranks may still have to read stay until the
-        last rank closes, which deletes these keys. In a forked child this method does nothing.
+        This method waits for nobody and raises nothing. Keys that other ranks may still have to read stay: the last
+        rank that closes deletes these keys. In a forked child this method does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -286,8 +286,8 @@ class Agreement:
     def limit_waits(self, seconds: float, even_later: bool = True) -> None:
         """Ends all present and future waits within `seconds` from now, or earlier if a previous call says so.
 
-        Called when the interpreter exits, and when the machine is about to be taken from the training. A signal handler
-        may call this method, because the method takes no lock.
+        This method is called when the interpreter exits, and when the machine is about to be taken from the training. A
+        signal handler may call this method, because the method takes no lock.
 
         The other ranks may have the same limit, so rank 0 stops waiting a little earlier. Then rank 0 asks the store
         which rank is silent, and the other ranks, perhaps thousands, need not ask.
@@ -318,7 +318,7 @@ class Agreement:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[float]:
-        """Yields how many seconds the `with` block may wait for something other than a message of a rank.
+        """Yields how many seconds the `with` block may wait for something other than a rank's message.
 
         If a limit ends that wait, each later wait of the present round lasts at most LAST_WAIT_S seconds.
         """
@@ -357,7 +357,7 @@ class Agreement:
             self._told = error
 
     def _delete_submissions(self) -> None:
-        """Deletes this rank's submissions to rounds that are over. Called on all ranks except rank 0.
+        """Deletes this rank's submissions to rounds that are over. All ranks except rank 0 call this method.
 
         Each rank deletes its own submissions, because requests of rank 0 for thousands of ranks would hold up the
         training. A round in which this rank has given up is over when a later round is over. An outer round, to which
@@ -411,7 +411,7 @@ class Done(Generic[T]):
             del self, error  # else the error and this frame keep each other and the callers' objects alive
 
     def result(self) -> T:
-        """Returns the result. Call it after the round has succeeded."""
+        """Returns the result. Call this method after the round has succeeded."""
         return self._results[0]
 
 
@@ -451,21 +451,21 @@ def decide(
     Args:
         agreement: connects this rank with the other ranks.
         topic: what the ranks agree on, for messages.
-        work: this rank's part. It returns plain JSON values.
-        combine: called on rank 0 with the records of all ranks, in the order of the ranks. It returns the record that
-            every rank gets.
+        work: a function that does this rank's part, and returns plain JSON values.
+        combine: a function that rank 0 calls with the records of all ranks, in the order of the ranks. The function
+            returns the record that every rank gets.
         error: the type to raise for every failure that is not a CheckpointError: another exception, a silent rank, a
             lost store.
-        act: an action that must not happen if the round fails, such as a rename. Called on rank 0, and only if no rank
+        act: an action that must not happen if the round fails, such as a rename. Rank 0 calls this function if no rank
             has given up. From then on no rank can give up.
         name: a unique name of the round, if a rank may skip the round.
-        timeout_s: the timeout of each wait in this round, in seconds; None for the agreement's timeout. Set it for work
-            that takes some ranks much longer than other ranks.
+        timeout_s: the timeout of each wait in this round, in seconds; None for the agreement's timeout. Set a longer
+            timeout for work that takes some ranks much longer than other ranks.
 
     Raises:
         CheckpointError: the round has failed. All ranks raise an error of the same type.
         BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If rank 0
-            had acted before, the other ranks return a record instead, and `Agreement.decided` of this rank has the same
+            had acted before, the other ranks return a record instead, and this rank's `Agreement.decided` has that
             record.
     """
     if isinstance(agreement, Alone):
@@ -489,7 +489,7 @@ def decide(
 
 
 def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], error: type[CheckpointError]) -> Record:
-    """Takes part in a round. Called on all ranks except rank 0."""
+    """Takes part in a round. All ranks except rank 0 call this function."""
     own: BaseException | None = None
     try:
         own = _work_and_submit(round_, partial(agreement.runner.run, work))
@@ -518,7 +518,7 @@ def _lead(
     error: type[CheckpointError],
     act: Callable[[], None] | None,
 ) -> Record:
-    """Takes part in a round, and decides. Called only on rank 0."""
+    """Takes part in a round, and decides. Only rank 0 calls this function."""
     own: BaseException | None = None
     told: BaseException | None = None
     record: Record | None = None
@@ -577,7 +577,7 @@ def agree(
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
     """Returns the record that all ranks have submitted.
 
-    Raises `error` if the records differ. The message names the first rank whose record differs from that of rank 0.
+    Raises `error` if the records differ. The message names the first rank whose record differs from rank 0's record.
     """
     for rank, record in enumerate(records):
         if record != records[0]:

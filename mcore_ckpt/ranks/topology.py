@@ -1,9 +1,9 @@
 """Describes the parallel layout and each rank's place in it, and reads both from the process groups.
 
-Random number generators differ by pp, tp, ep and etp rank. If the sizes of these dimensions stay the same, a rank loads
-the states of the saved rank at its own coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise every
-rank seeds its generators as megatron does, from the saved seed (one for each data-parallel rank) and the step, and rank
-0 logs this.
+Random number generators differ by pp, tp, ep and etp rank. If the sizes of these dimensions stay the same, each rank
+takes its coordinates modulo the saved sizes, and loads the states of the saved rank at that place
+(`Topology.place_in_turn`). Otherwise every rank seeds its generators as megatron does, from the saved seed (one for
+each data-parallel rank) and the step, and rank 0 logs that the random states are new.
 """
 
 from __future__ import annotations

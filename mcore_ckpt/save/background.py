@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 # How many recent saves are remembered. The next save is expected to take no longer than the slowest of these saves.
 _REMEMBERED = 5
-# During a wait for a copy to the root, the time between two checks whether the machine is about to be taken away
-# (seconds).
+# A wait for a copy to the root checks in intervals of this many seconds whether the machine is about to be taken away.
 _LOOK_S = 0.2
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
@@ -182,8 +181,8 @@ class SaveHandle(Handle[SaveReport]):
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            # `Agreement.call` looks among an error's causes for exceptions of signal handlers, and raises these
-            # unchanged.
+            # Keep the cause: `Agreement.call` looks among an error's causes for exceptions of signal handlers, and
+            # raises these exceptions unchanged.
             self._exception.__cause__ = error
             if is_interrupt(error):
                 raise
@@ -247,7 +246,7 @@ class BackgroundSaves:
         """Finishes a save after the capture: in the background, or before this returns. Returns the handle.
 
         No other save may be under way. `called` is when the trainer called `save` (time.perf_counter()). Old steps are
-        deleted on the deletion's thread in both cases.
+        always deleted on the deletion's thread.
 
         Raises CheckpointError if the save has failed before this returns.
         """
@@ -296,9 +295,9 @@ class BackgroundSaves:
         return False, self.failure()
 
     def wait_for_deletion_of(self, step: int) -> None:
-        """Waits until old steps are deleted, if `step` is one of them.
+        """Waits for the deletion of old steps, if `step` is one of these steps.
 
-        Without this wait, a deletion of `step` would also delete the staging folder of the new save of `step`.
+        Without this wait, the deletion would also remove the staging folder of a new save with the same step number.
         """
         if any(step in following.deletes for following in list(self._deleting)):
             self.wait_for_deletions()
@@ -371,13 +370,13 @@ class BackgroundSaves:
     def _note_time(self, handle: SaveHandle) -> None:
         report = handle.report
         if report is not None:
-            # Both numbers may be too large, so take the smaller number. `seconds` may include a wait for an earlier
-            # save. The sum of the phases counts some time twice if copying and writing overlap.
+            # `report.seconds` may include a wait for an earlier save. The sum of the phases counts some time twice if
+            # copying and writing overlap. So each number may be too large, and the smaller number counts.
             parts = (report.plan_s, report.copy_s, report.write_s, report.export_s, report.commit_s)
             self._took.append(min(report.seconds, sum(parts)))
 
     def _log_failure(self, handle: SaveHandle) -> None:
-        """Logs the error of a save now, because there may be no next call that raises it."""
+        """Logs the error of a save now, because the trainer may make no further call that could raise the error."""
         consequence = "; training continues without this checkpoint" if self._warns else ""
         logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
 
@@ -416,7 +415,7 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # Wait for copies to the root and for deletions last, because each save may begin such work.
+    # Wait for copies to the root and for deletions last, because each save may begin a copy and deletions.
     shorten_drains()
     for worker in all_workers():
         try:

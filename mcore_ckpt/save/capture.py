@@ -36,7 +36,8 @@ class FileTensors(NamedTuple):
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> FileTensors:
         """Reads the addresses of the tensors, and whether all are contiguous."""
-        # Without this, a TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
+        # Without this context, a TorchFunctionMode, such as a profiler's, would be called for each of thousands of
+        # tensors.
         with torch._C.DisableTorchFunction():
             addresses = list(map(torch.Tensor.data_ptr, tensors))
             return FileTensors(tensors, addresses, all(map(torch.Tensor.is_contiguous, tensors)))
@@ -44,7 +45,7 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """The places in memory of each file's bytes.
+    """Where the bytes of each file are in memory.
 
     `seconds` is how long the trainer waited for copies; 0 without copies.
     """
@@ -59,13 +60,13 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 
 
 def image_places(files: Sequence[FilePlan]) -> list[int]:
-    """Returns, for each file, the offset in bytes of this rank's range in the buffer: a multiple of the page size."""
+    """Returns, for each file, where this rank's range begins in the buffer: an offset in bytes, at a page boundary."""
     ends = accumulate(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
     return [end - page_ceil(plan.nbytes) for end, plan in zip(ends, files, strict=True)]
 
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
-    """Captures without copying. The tensors must not change until they are on the disk.
+    """Returns the tensors' own places in memory. The tensors must not change until they are on the disk.
 
     Tensors on a GPU are copied piece by piece while they are written. The GPU must have done all work that changes
     these tensors.
@@ -131,7 +132,7 @@ def capture_copies(
 
 
 class _Columns:
-    """The destinations, sources and sizes of copies, as the parallel lists that the native calls expect."""
+    """The offsets, source addresses and sizes (bytes) of copies, as the parallel lists that the native calls expect."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
@@ -215,7 +216,7 @@ class WeightCopies:
         device: returns the object that copies from the GPU; None if the weights are in host memory.
 
     Attributes:
-        arrived: the event after the last copy from a GPU; None if there was none.
+        arrived: the event after the last copy from a GPU; None if nothing was copied from a GPU.
     """
 
     def __init__(
@@ -259,7 +260,10 @@ class WeightCopies:
         device.hold()
 
     def _copy(self, fragment: Fragment) -> tuple[int, int, int] | None:
-        """Returns the destination, source and size of a copy; None if this rank writes nothing of the fragment."""
+        """Returns a copy's destination and source (addresses) and its size (bytes).
+
+        Returns None if this rank writes nothing of the fragment.
+        """
         place = self._places.get(id(fragment.weight))
         if place is None:
             return None

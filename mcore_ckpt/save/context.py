@@ -45,7 +45,7 @@ class SaveContext:
             store.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         names: the tensor names that rank 0 already knows.
-        assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
+        assets: the sizes in bytes of the last save's HuggingFace assets, by path. Only rank 0 has these sizes.
         part_sizes: for each part of the step, the sizes in bytes of this rank's files in the last save.
         part_notes: the paths of this rank's notes on handed-over files that may still have links (`steps.handed_over`).
     """

@@ -25,7 +25,7 @@ from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
-# A file, and the rank that has written it.
+# The rank that has written a file, and the rank's report on the file.
 Written = tuple[int, FileReport]
 
 
@@ -37,7 +37,7 @@ class Following:
         upload: the upload to the remote store; None without a store, and on all ranks except rank 0.
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
-        delete: deletes the steps that the commit has made too old. This may take long.
+        delete: deletes the steps that the commit has made too old. The deletion may take long.
         deletes: the steps in the root that `delete` removes, or that lose their optimizer.
     """
 
@@ -64,7 +64,7 @@ class Place(Protocol):
         """Makes this rank's staging folder, if `open` has not made it. Raises OSError and CheckpointError."""
 
     def await_opening(self, topic: str) -> None:
-        """Waits for work that `open` has not waited for. Every rank calls it. Raises what `open` raises."""
+        """Waits for work that `open` has not waited for. Every rank calls this method. Raises what `open` raises."""
 
     def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
         """Checks, on rank 0, that the reported files are there, and that their parts fit together. Raises CommitError.
@@ -82,10 +82,10 @@ class Place(Protocol):
         describe: Callable[[Sequence[Record]], Manifest],
         times: SaveTimes,
     ) -> list[WrittenFile]:
-        """Lets every rank write its files below the staging folder, and commits them. Every rank calls it.
+        """Lets every rank write its files below the staging folder, and commits the files.
 
-        Returns the files that this rank has exported: its part of a HuggingFace model. If the save failed, all ranks
-        raise the same type of CheckpointError, and the previous checkpoint stays.
+        Every rank calls this method. Returns the files that this rank has exported: its part of a HuggingFace model. If
+        the save failed, all ranks raise the same type of CheckpointError, and the previous checkpoint stays.
 
         Args:
             topic: what is being saved, for messages.
@@ -95,7 +95,7 @@ class Place(Protocol):
         """
 
     def follow(self) -> Following:
-        """Begins the work that follows a commit. Every rank calls it. It waits for no other rank."""
+        """Begins the work that follows a commit. Every rank calls this method, and waits for no other rank."""
 
 
 class Destination(Protocol):
@@ -122,7 +122,7 @@ class Destination(Protocol):
     def open(
         self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
     ) -> Place:
-        """Waits for all ranks, and checks that a save fits. Every rank calls it.
+        """Waits for all ranks, and checks that a save fits. Every rank calls this method.
 
         For the arguments, see `transaction.open_together`. Raises what `open_together` raises, NoRoomError if the save
         does not fit, and LockedError if the lock belongs to another trainer.
@@ -162,9 +162,10 @@ class Destination(Protocol):
         """The longest recent time from a commit until the step was in the root, in seconds; None if unknown."""
 
     def choose_next(self, durable: bool) -> None:
-        """Sets whether the next save is durable. Every rank calls it. Without this call, the number of saves decides.
+        """Sets whether the next save is durable. Without this call, the number of saves decides.
 
-        A durable save waits for an earlier step that is being copied to the root (`await_drain`).
+        Every rank calls this method. A durable save waits for an earlier step that is being copied to the root
+        (`await_drain`).
         """
 
     def await_drain(self, patience_s: float | None) -> bool:
@@ -175,7 +176,7 @@ class Destination(Protocol):
         """
 
     def await_copies_of(self, step: int, patience_s: float | None) -> bool:
-        """Waits until no copy of `step` is under way. A new save of `step` would wait for such copies.
+        """Waits until no copy of `step` is under way. Otherwise a new save of `step` would wait for these copies.
 
         For `patience_s` and the result, see `await_drain`.
         """

@@ -3,7 +3,7 @@
 Within a save, the kernels that gather small tensors are launched first, then the large copies. With
 `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism on GPUs before Blackwell, all
 streams share one queue. In another order, the training's kernels would wait in this queue behind one of our kernels,
-which itself waits for a large copy. This follows from NVIDIA's description of the queue; we have not measured it.
+which itself waits for a large copy. We know this from NVIDIA's description of the queue, not from a measurement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeviceCopies:
             offsets, sources, nbytes: the offset in the buffer, the source's address and the size of each copy. The
                 offsets ascend.
             tensors: the tensors that the sources belong to. If the memory of a tensor is freed in the meantime
-                (`resize_(0)`, a new `.data`), torch does not reuse that memory before it has been copied.
+                (`resize_(0)`, a new `.data`), torch reuses that memory only after the copy.
 
         Returns:
             For each group of copies: (how many copies are done once the event has happened, the event).

@@ -40,7 +40,7 @@ def is_own_name(trainer: Trainer, step: int, role_dir: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Drain:
-    """The copy of one step to the root, on this rank. It implements `fast.drains.Draining`.
+    """The copy of one step to the root, on this rank. This class implements `fast.drains.Draining`.
 
     Attributes:
         attempt: the step in this node's folder.

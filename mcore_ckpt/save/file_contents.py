@@ -45,7 +45,7 @@ def weights_of(trainer: Trainer, has_memory: bool = True) -> MainWeights:
 
 
 def saves_model(trainer: Trainer) -> bool:
-    """Returns True if a save writes the model's files. A HuggingFace model is made from these files, too."""
+    """Returns True if a save writes the model's files. An export of a HuggingFace model needs these files, too."""
     return not {"model", "hf_model"}.isdisjoint(trainer.config.save_contents)
 
 
@@ -81,8 +81,8 @@ def write_requests(
 def estimated_bytes(trainer: Trainer, writers_of: WritersOf = together) -> int:
     """Estimates how many bytes this rank's part of a checkpoint will have. Raises UnsupportedError as a save does.
 
-    Before the optimizer's first step there are no moments. In that case the estimate adds the moments that the first
-    step will make. `writers_of` says which replicas write a file together (`Destination.writers_of`).
+    Before the optimizer's first step, the estimate adds the moments that this step will make. `writers_of` says which
+    replicas write a file together (`Destination.writers_of`).
     """
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)
@@ -231,8 +231,7 @@ def _state_writes(
         yield _state_write(state, kind, tensor, Coding(dtype, scale=beside))
         yield TensorWrite(("state", state.name, beside), ShardKey(state.name, beside), SCALE_REGION, scale, (1,))
     elif kind == PARAM and state.upper is not None:
-        # The model's files have the upper halves. If there are no such files, the optimizer's files must have the upper
-        # halves.
+        # The model's files have the upper halves. If the model is not saved, the optimizer's files must have them.
         upper = MODEL if model_is_saved else kind + _UPPER
         yield _state_write(state, kind, tensor, Coding(dtype, upper=upper))
         if not model_is_saved:

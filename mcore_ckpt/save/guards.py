@@ -2,11 +2,10 @@
 
 The delayed methods are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the
 trainer's objects. A guarded method first makes its stream wait for the copies. The host waits only where it reads a
-number from the state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If the memory of a
-tensor is freed meanwhile, the allocator does not reuse that memory before it has been copied (`record_stream`). Buffers
-are cloned on the GPU in stream order, because `expert_bias` changes before `step()`. A save is a snapshot even in lazy
-mode if parameters live in gradient memory, or if a model is in training and its manager has no optimizer
-(`why_not_lazy`).
+number from the state: with a gradient scaler, or with an optimizer that counts its steps on the GPU. If the memory of a
+tensor is freed meanwhile, the allocator reuses that memory only after the copy (`record_stream`). Buffers are cloned on
+the GPU in stream order, because `expert_bias` changes before `step()`. A save is a snapshot even in lazy mode if
+parameters live in gradient memory, or if a model is in training and its manager has no optimizer (`why_not_lazy`).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def methods_to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
 
 
 class Guards:
-    """Calls `before` at each call of one of the given methods, before the method runs, until `remove` is called.
+    """Calls `before` each time before one of the given methods runs, until `remove` is called.
 
     The methods are replaced on the objects themselves and not on their classes, so that other models in this process
     are not affected.

@@ -126,7 +126,7 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
 def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> FullyTrained:
     """Returns PEFT's form of the weights that skip_frozen saves besides adapters.
 
-    Raises UnsupportedError for a weight without such a form.
+    Raises UnsupportedError for a weight that has no form in PEFT.
     """
     names = set(weights)
     beside = fully_trained_in_peft(described, adapted, names, names)
@@ -178,7 +178,7 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
 
     The weights are the model's tensors without the padding of the vocabulary. Tensors that are stored twice count once.
     Adapters add nothing, because they are merged into the weights. But with `skip_frozen`, only the adapters count,
-    because only they are written. `owned` are the plans of the files that this rank owns.
+    because the base model is not written. `owned` are the plans of the files that this rank owns.
     """
     return sum(
         _least_part(trainer, write, _most_holders(trainer.topology, plan.request.kind, write.key.name))
@@ -190,7 +190,7 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
 
 
 def _most_holders(topology: Topology, kind: str, name: str) -> int:
-    """Returns the largest number of files of this kind that may have a tensor of this name."""
+    """Returns how many files of this kind, at most, may have a tensor of this name."""
     if kind == "model":
         return topology.tp
     # An adapter may belong to all experts, and then each expert-parallel rank has it.
@@ -200,8 +200,8 @@ def _most_holders(topology: Topology, kind: str, name: str) -> int:
 def _least_part(trainer: Trainer, write: TensorWrite, holders: int) -> int:
     """Returns how many bytes a file may add to the bound for one of its tensors.
 
-    No file adds more than an equal part of the whole tensor, because the files may hold the same elements: norms and
-    routers are replicated over tensor parallelism, so each rank's file has these tensors whole.
+    No file adds more than an equal part of the whole tensor, because several files may hold the same elements. For
+    example, norms and routers are replicated over tensor parallelism, so each rank's file has the whole tensor.
     """
     shape = write.region.global_shape
     stored = min(write.tensor.nbytes, prod(shape) * write.tensor.dtype.itemsize // holders)
@@ -228,7 +228,7 @@ def _with_vocabulary(trainer: Trainer, model: HfModel, shapes: Mapping[str, Sequ
 
 
 def _as_value_model(model: HfModel) -> HfModel:
-    """Returns the same model with a value head. Frameworks pass the language model's config even for a critic."""
+    """Returns the model with a value head, because frameworks pass the language model's config even for a critic."""
     wanted = next((name for name in model.architecture.classes if name.endswith("ForTokenClassification")), None)
     if wanted is None:
         raise UnsupportedError(
@@ -264,7 +264,7 @@ def export_together(
 
     def combine(records: Sequence[Record]) -> Record:
         manifest = describe(records)
-        # The model's tensors are in the staging folder even if save_contents does not have "model".
+        # Add "model" even if save_contents does not have it, because the model's tensors are in the staging folder.
         manifest = replace(manifest, contents=tuple({*manifest.contents, "model"}))
         write_file(staging / file_names.WRITTEN_FILE, [encode_manifest(manifest)])
         return {}
@@ -281,10 +281,10 @@ def export_of(number: str) -> str:
 
 
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:
-    """Adds the files of the HuggingFace model to the manifest, from the reports of all ranks. Only rank 0 calls it.
+    """Adds the files of the HuggingFace model to the manifest, from the reports of all ranks.
 
-    Deletes the files of the model's tensors if `save_contents` does not have "model". Raises CommitError if a file is
-    missing or has the wrong size.
+    Only rank 0 calls this function. Deletes the files of the model's tensors if `save_contents` does not have "model".
+    Raises CommitError if a file is missing or has the wrong size.
     """
     manifest = read_manifest(staging, file_names.WRITTEN_FILE)
     (staging / file_names.WRITTEN_FILE).unlink()

@@ -48,15 +48,14 @@ class HostImages:
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
         """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
 
-        Waits for memory that is still being prepared. A state on a GPU needs all of the memory, because copies from a
-        GPU need pinned memory.
+        Waits for memory that is still being prepared, because every file of a state on a GPU needs pinned memory.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
             CommitError: copies of an earlier save hang, or CUDA cannot pin the memory.
             MemoryError: the system does not have the memory.
         """
-        self.wait()  # copies of a save that failed may still be writing into that memory
+        self.wait()  # copies of a save that failed may still be writing into the host memory
         nbytes = arena_bytes(files)
         advice = f"; this save needs {nbytes} bytes of pinned memory, and a save with async_save=False about 1 GB"
         with as_checkpoint_errors(self._gpu, advice):
@@ -66,8 +65,8 @@ class HostImages:
         """Reserves host memory for the files of a state in CPU memory, without a long wait. Raises as `reserve` does.
 
         While the memory is still being prepared, only the files that fit into the ready part get an image. But if
-        nearly all of the memory is ready, this waits for the missing part, which is faster than writing files in place.
-        Then all files get an image.
+        nearly all of the memory is ready, this method waits for the missing part, which is faster than writing files in
+        place. Then all files get an image.
         """
         self.wait()
         needed, ready = arena_bytes(files), self._memory.bytes_at_once
@@ -87,8 +86,8 @@ class HostImages:
     ) -> _native.DeviceEvent | None:
         """Makes weights from main parameters, and copies them to their places in images, or to their own memory.
 
-        All ranks call it, before `capture`. `files` are this rank's files that have an image. Returns the event after
-        the last copy from a GPU; None if there was none.
+        All ranks call this method, before `capture`. `files` are this rank's files that have an image. Returns the
+        event after the last copy from a GPU; None if nothing was copied from a GPU.
         """
         if not weights.pieces:
             return None
@@ -107,9 +106,10 @@ class HostImages:
     ) -> Capture:
         """Copies the tensors into images in the reserved memory. `weights` is what `copy_weights` has returned.
 
-        If `lazy` is None, this waits for all copies, so that all tensors may change when this returns. Otherwise this
-        does not wait for copies from a GPU, and code that changes a tensor on a GPU must call `hold` first. The tensors
-        with the (file, tensor) numbers in `lazy` are cloned on the GPU, so that they may change immediately.
+        If `lazy` is None, this method waits for all copies, so that all tensors may change when it returns. Otherwise
+        this method does not wait for copies from a GPU, and code that changes a tensor on a GPU must call `hold` first.
+        The tensors with the (file, tensor) numbers in `lazy` are cloned on the GPU, so that they may change
+        immediately.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
@@ -119,8 +119,8 @@ class HostImages:
         if lazy is not None:
             return capture
         self.wait()
-        # Drop the events, because all bytes have arrived. So no thread asks for an event later, when the training may
-        # be capturing a CUDA graph.
+        # Drop the events, because all bytes have arrived. Otherwise a thread would ask for an event later, when the
+        # training may be capturing a CUDA graph.
         return Capture(tuple(replace(write, ready=()) for write in capture.writes), time.perf_counter() - started)
 
     def _copies_from_gpu(self) -> DeviceCopies:

@@ -83,7 +83,7 @@ class Nodes:
         return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
-        return [number]  # if this round fails, no rank calls the second round
+        return [number]  # if this round fails, no rank begins the second round
 
     def interrupted(self, attempt: Attempt) -> None:
         self._root.interrupted(attempt)
@@ -226,11 +226,11 @@ def _delete(folders: Sequence[Path]) -> None:
 
 
 def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_root: Callable[[], object]) -> None:
-    """Writes the number of a step into the root's tracker after the commit on the nodes. Only rank 0 calls it.
+    """Writes the number of a step into the root's tracker after the commit on the nodes. Only rank 0 calls this.
 
-    If a trainer names its folders itself, it resumes from the step that the tracker names, provided that a folder of
-    that step exists (`role_dir`). `recover` and `load` need no tracker. So if this package names the folders, the
-    tracker names only steps in the root.
+    A trainer that names its folders itself resumes from the step in the tracker, if the root has a folder for that
+    step. So this function makes the step's folder, too. If this package names the folders, the tracker names only steps
+    in the root, because `recover` and `load` need no tracker. Then this function does nothing.
     """
     if is_own_name(trainer, step, role_dir) or tier.config.durable_every is None:
         return

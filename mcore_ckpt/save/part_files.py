@@ -77,7 +77,8 @@ class PartFiles:
         """Returns the known sizes in bytes of the files to write, by path. The sum is a lower bound.
 
         The sizes come from the last save. Before the first save, sizes are known only for bytes, and for files that
-        will be copied from another file system. A copy within one file system may share the blocks of the original.
+        will be copied from another file system. A copy within one file system may take no space, because it may share
+        the blocks of the original.
         """
         found: dict[str, int] = {}
         for name, content in self._contents.items():
@@ -141,14 +142,14 @@ class PartFiles:
         return [file for part in self._written for file in part.files]
 
     def stop(self) -> None:
-        """Ends the writing. When this has returned, no thread writes any more, unless the disk or a function hangs."""
+        """Ends the writing. When `stop` returns, no thread writes any more, unless the disk or a function hangs."""
         if self._work is not None and not self._work.ended:
             self._work.give_up()
             with suppress(HungDiskError):
                 self._work.wait(deadlines.DISK_PATIENCE_S, deadlines.DISK_PATIENCE_S)
 
     def committed(self) -> None:
-        """Removes what was handed over, because the checkpoint has it now. Records the sizes for the next save."""
+        """Removes handed-over files, because the checkpoint has them now. Records the sizes for the next save."""
         for part in self._written:
             self._sizes[part.name] = part.sizes
         if any(part.source is not None and part.source.is_handed_over for part in self._written):

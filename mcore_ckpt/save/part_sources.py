@@ -32,8 +32,8 @@ class Listing:
 def list_part(part: str, folder: Path) -> Listing:
     """Lists what is below a folder.
 
-    Raises OSError, and CommitError for what cannot be in a checkpoint: links, devices, names that are not printable or
-    differ only in upper and lower case, and too many files.
+    Raises OSError. Raises CommitError if the folder has links, devices, names that are not printable, names that differ
+    only in upper and lower case, or too many files.
     """
     _refuse_unless(stat.S_ISDIR, part, folder)
     folders, files = list[Path](), list[Path]()
@@ -91,8 +91,8 @@ class Source:
     def check(self, staging: Path, root: Path) -> None:
         """Raises CommitError if the source is missing, contains a root, or is in the step that is being saved.
 
-        A handed-over source must not belong to a saved step, be a file of this package, or have the current folder of
-        this process.
+        Raises CommitError also if a handed-over source belongs to a saved step, is a file of this package, or contains
+        the current folder of this process.
 
         Args:
             staging: the staging folder of the save.
@@ -143,7 +143,7 @@ class Source:
         return Listing((), (self.path,))
 
     def place_of(self, path: Path) -> Path:
-        """Returns the path of a file or folder of the source, relative to the folder of the part."""
+        """Returns where a file or folder of the source goes, as a path relative to the part's folder."""
         return Path(path.name) if path == self.path else path.relative_to(self.path)
 
     def note_taken(self, file: Path) -> None:
@@ -151,9 +151,10 @@ class Source:
         self._taken[file] = _identity_of(file)
 
     def remove(self, folders: Iterable[Path]) -> bool:
-        """Removes what was taken, and returns whether all of it is gone. Raises nothing.
+        """Removes the files that were taken, and the source's empty folders. Raises nothing.
 
-        New files, and files that have changed since `note_taken`, stay. Then this logs a warning.
+        New files, and files that have changed since `note_taken`, stay. Then this method logs a warning. Returns
+        whether the whole source is gone.
         """
         left: list[str] = []
         for file, taken in self._taken.items():
@@ -178,7 +179,7 @@ class Source:
 
 
 def _real(path: Path) -> Path:
-    # Path.resolve raises RuntimeError for links that lead to each other (Python 3.11).
+    # Path.resolve would raise RuntimeError for links that lead to each other (Python 3.11).
     return Path(os.path.realpath(path))
 
 

@@ -49,7 +49,7 @@ class _KeptTensors:
         return _KeptTensors(tuple(map(ref, tensors)), *kinds)
 
     def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
-        """Returns the tensors; None if one is gone or has another shape, dtype or device.
+        """Returns the tensors; None if a tensor is gone or has another shape, dtype or device.
 
         `instead` overrides some of the tensors, by index.
         """
@@ -59,9 +59,9 @@ class _KeptTensors:
         if any(map(is_, tensors, repeat(None))):
             return None
         found = cast("list[torch.Tensor]", tensors)
-        # Without this, a TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors. The
-        # checks make no lists, because keeping thousands of new objects at a time would start a garbage collection,
-        # which takes longer than all these checks.
+        # Without this context, a TorchFunctionMode, such as a profiler's, would be called for each of thousands of
+        # tensors. The checks make no lists, because keeping thousands of new objects at a time would start a garbage
+        # collection, which takes longer than all these checks.
         with torch._C.DisableTorchFunction():
             is_alike = (
                 all(map(eq, map(_SHAPE, found), self.shapes))
@@ -123,7 +123,7 @@ class _PlanBetweenSaves:
 
     `without` is the plan without tensors and weights. `from_mains` lists the weights that each save makes from main
     parameters: their (file, tensor) numbers, and the `id` of the parameter. `gathers` says whether this rank takes part
-    in making such weights, even if it writes none of them.
+    in making these weights, even if this rank writes none of them.
     """
 
     live: LiveObjects
@@ -180,7 +180,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Calls the `refresh` functions of a file's tensors, where they exist. Returns the new tensors by index."""
+        """Calls the `refresh` function of each tensor that has one, in one file. Returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.without.buffers if where == file):
             refresh = self.without.files[file].request.tensors[number].refresh
@@ -199,9 +199,9 @@ class SavePlanner:
     def plan(self, trainer: Trainer, writers_of: WritersOf = together) -> SavePlan:
         """Returns this rank's plan. Copies no tensor, and does not communicate.
 
-        `writers_of` says which replicas write a file together (`Destination.writers_of`). `writers_of` must always give
-        the same answer. Raises UnsupportedError if something cannot be saved completely, or a tensor has no memory
-        because it is offloaded.
+        `writers_of` says which replicas write a file together (`Destination.writers_of`). It must give the same answer
+        at every save, because plans are reused. Raises UnsupportedError if something cannot be saved completely, or if
+        a tensor has no memory because the tensor is offloaded.
         """
         plan = None if self._last_plan is None else self._last_plan.plan(trainer)
         if plan is None:
@@ -222,8 +222,8 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors, plan.weights), on_host=True, copies=copies)
 
 
-# Where addresses have 48 bits, no tensor with memory is below this address. On other systems, all tensors may be below
-# it. Then each tensor is checked.
+# On a system whose addresses have 48 bits, no tensor with memory is below this address. On other systems, all tensors
+# may be below this address, and then each tensor is checked.
 _LEAST_ADDRESS = 1 << 44
 
 

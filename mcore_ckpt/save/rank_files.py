@@ -82,7 +82,7 @@ class RankFiles:
         small = self._small.sizes() | self._parts.sizes()
         self.need = need_of_rank(self._trainer, self.plan.files, small, context.assets)
         self._is_async = self._trainer.config.async_save
-        # Weights that are made on the GPU come in pieces, and each piece overwrites the piece before it. So such
+        # Weights that are made on the GPU come in pieces, and each piece overwrites the previous piece. So these
         # weights must be copied into images.
         self._has_images = times.copies_first = self._is_async or self.plan.weights.is_cuda
         self._images = self._reserve_images()
@@ -121,8 +121,8 @@ class RankFiles:
         """
         try:
             if self.plan.on_host or self.plan.weights.reads_host:
-                # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
-                # copies, so a copy to the host memory that is read now may still be under way.
+                # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait until their
+                # copies to host memory are done. So wait here, because the save reads this host memory.
                 wait_for_gpu(self._trainer.config.timeout_s)
             # The ranks gather weights together, and would wait for a rank that has failed. So the gathering comes
             # before all work that can fail on one rank alone.
@@ -144,7 +144,7 @@ class RankFiles:
         self._times.mark("begun")
 
     def _copy_state(self, place: Place, weights: _native.DeviceEvent | None) -> None:
-        """Copies the tensors, and writes the files that have no image. No rank waits for another one."""
+        """Copies the tensors, and writes the files that have no image. No rank waits for another rank."""
         number, verifies = place.attempt.number, self._trainer.config.verify_replicas
         self._samples = take_samples(self.plan.replicated, number, verifies, self.plan.copies)
         self._reads_gpu = any(tensor.is_cuda for members in self.plan.tensors for tensor in members.tensors)
@@ -161,7 +161,7 @@ class RankFiles:
             self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
 
     def _complete_weights(self) -> _native.DeviceEvent | None:
-        """Gathers the weights that this rank has only in part, if the model is saved. All ranks call it together.
+        """Gathers the weights that this rank has only in part, if the model is saved. All ranks call this together.
 
         Weights that are made from main parameters are copied as they are made, because all these weights together would
         need too much memory. Returns the event after the last copy.
@@ -194,7 +194,7 @@ class RankFiles:
         plan = self.plan
         in_place = _part_of(plan, self._without_image())
         capture = capture_in_place(in_place.files, in_place.tensors)
-        # Drop the reference in `_images`, so that a larger buffer can replace this one once the capture is dropped.
+        # Drop the reference in `_images`, so that a larger buffer can replace this buffer once the capture is dropped.
         buffer, self._images = self._images.buffer, replace(self._images, buffer=None)
         if buffer is None:
             return capture
@@ -250,7 +250,7 @@ class RankFiles:
         writer = self._writer
         assert writer is not None, "start_writing comes first"
         try:
-            # Write the small files while the disk is writing the large ones.
+            # Write the small files while the disk is writing the large files.
             written = self._small.write(staging)
             steps = read_steps(self._trainer) if self._steps is None else self._steps
             written += writer.finish()
@@ -347,8 +347,8 @@ def need_of_rank(
 ) -> Need:
     """Returns the need of this rank. A file that several ranks write together counts for its owner.
 
-    `small` has the sizes of this rank's small files by path, `assets` the sizes of the HuggingFace assets of the last
-    save.
+    `small` has the sizes in bytes of this rank's small files, by path. `assets` has the sizes in bytes of the
+    HuggingFace assets of the last save, by path.
     """
     owned = [plan for plan in plans if plan.share.owner == trainer.agreement.rank]
     files = {plan.path: plan.least_size for plan in owned} | dict(small)

@@ -1,8 +1,8 @@
 """Builds the report that each rank sends to rank 0 when the rank's files are on the disk.
 
 The names of tensors, and the members of each param group, are sent once, as short lists (`sharding.name_lists`). Later
-reports have only their digests. Every rank lists its groups by key, because other ranks may have the groups in another
-order (ms-swift), and with other members.
+reports have only the digests of these lists. Every rank lists its groups by key, because other ranks may have the
+groups in another order (ms-swift), and with other members.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mcore_ckpt.state.trainer import Trainer
 
 # A long list is refused if its entries have fewer characters than this on average.
 _LEAST_ENTRY = 8
-# Lists of more than this many characters are compressed. Shorter lists are not, because rank 0 reads the lists of
-# thousands of ranks, and decompressing a short list takes longer than reading it.
+# Lists of more than this many characters are compressed. Shorter lists stay plain, because rank 0 reads the lists of
+# thousands of ranks, and decompressing a short list takes longer than reading a plain list.
 _LONG_LIST = 1024
 _PLAIN, _COMPRESSED = "-", "z"
-# Begins the line of a group. No entry of names begins with this character.
+# This character begins the line of a group. No entry of names begins with this character.
 _GROUP = "\t"
 _NO_NAMES = "a rank has sent a list of names that cannot be names of tensors"
-# A chained optimizer's number, and the key of a group in it.
+# The number of a chained optimizer, and the key of one of its param groups.
 GroupId = tuple[int, str]
 
 
@@ -128,8 +128,8 @@ class TensorNames:
 
     def __init__(self) -> None:
         self._sent: set[str] = set()
-        # The lines of each list, joined to one text. This takes less memory than the many lines that thousands of ranks
-        # send.
+        # The lines of each list, joined to one text. One text takes less memory than the many lines that thousands of
+        # ranks send.
         self._received: dict[str, str] = {}
         self._groups: tuple[frozenset[str], dict[GroupId, list[str]]] = (frozenset(), {})
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, Holds]] | None = None
@@ -153,7 +153,7 @@ class TensorNames:
         self._sent.update(each.holds for each in lists)
 
     def receive(self, names: Mapping[str, str]) -> None:
-        """Adds names that a rank has sent. Only rank 0 calls it."""
+        """Adds names that a rank has sent. Only rank 0 calls this method."""
         for digest, text in names.items():
             # Unpack each list only once, because tensor-parallel ranks send the same names.
             if digest not in self._received:
@@ -198,10 +198,10 @@ class TensorNames:
 
 
 def _packed(lines: Sequence[str]) -> str:
-    """Returns lines as short text.
+    """Returns lines as one short text.
 
-    Base 85 would be 6 % shorter, but Python decodes it byte by byte: a quarter of a second for the names of 4,096
-    ranks.
+    Compressed text is in base 64. Base 85 would be 6 % shorter, but Python decodes base 85 byte by byte, which takes a
+    quarter of a second for the names of 4,096 ranks.
     """
     text = "\n".join(lines)
     if len(text) <= _LONG_LIST:
@@ -249,10 +249,11 @@ class FileReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One rank's report. Rank 0 decodes it into these few objects.
+    """One rank's report. Rank 0 decodes each report into a few objects.
 
-    In a message, a report is one text. So rank 0 holds thousands of texts instead of millions of lists and dicts. With
-    so many new objects, Python's garbage collector would look through all objects of the training several times.
+    In a message, a report is one text. So rank 0 holds thousands of texts instead of millions of lists and dicts.
+    Millions of new objects would make Python's garbage collector look through all objects of the training several
+    times.
 
     Attributes:
         files: the files that the rank has completed.
@@ -260,7 +261,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         names: the tensor names that rank 0 does not know yet, by digest.
         coordinates: the fields of `RankCoordinates` in order.
         stages: the fields of `StageRecord` in order, for each stage.
-        steps: for each chained optimizer, how many steps the optimizer has done; None if the rank does not know this.
+        steps: for each chained optimizer, how many steps it has done; None if the rank does not know the number.
         groups: the digest of the rank's param groups and their members.
         replicas: what rank 0 compares with the reports of other ranks.
         times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
@@ -286,7 +287,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @staticmethod
     def of(record: Record) -> RankReport:
-        """Reads a record that a rank has made with `to_record`. Raises CommitError if the record is something else."""
+        """Reads a record that a rank has made with `to_record`. Raises CommitError if the record is not a report."""
         try:
             text = str(record.get(_REPORT)).encode()
             json_bounds.check(text, json_bounds.MESSAGES)

@@ -1,13 +1,13 @@
 """Compares replicated tensors between ranks, because replicas may have drifted apart.
 
-At each save, every rank computes the CRCs of small parts of a few such tensors, and sends the CRCs with its report.
-Rank 0 compares the CRCs of all ranks. Each save chooses other tensors. With `verify_replicas`, the CRCs cover all bytes
-of all such tensors.
+At each save, every rank computes the CRCs of small parts of a few replicated tensors, and sends the CRCs with its
+report. Rank 0 compares the CRCs of all ranks. Each save chooses other tensors. With `verify_replicas`, the CRCs cover
+all replicated tensors completely.
 
 A list of tensors is compared between the ranks that have a list of the same names and regions. So no process group is
-needed. States are not compared between stages on which a DistributedOptimizer cuts them at different elements. The
-save's id chooses the tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always
-finds drift, because a lost reduction or broadcast changes all tensors.
+needed. Optimizer states are not compared between two pipeline stages if a DistributedOptimizer cuts the states at
+different elements on each stage. The save's id chooses the tensors and the bytes. The CRCs take some 100 bytes of each
+rank's report. One save nearly always finds drift, because a lost reduction or broadcast changes all tensors.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _TENSORS, _BYTES = 4, 64 << 10
 # If all bytes are compared, a tensor on a GPU is copied to the host in pieces of at most this many bytes.
 _PIECE_BYTES = 64 << 20
 
-# The endings of the names of a router's bias: `expert_bias` is for `moe_router_enable_expert_bias`, `qb_beta` for
-# "quantile_balancing" of megatron 0.19. The bias is a buffer, but it is equal on all replicas (`may_differ`).
+# The name of a router's bias ends with one of these texts: `expert_bias` for `moe_router_enable_expert_bias`, `qb_beta`
+# for megatron's "quantile_balancing" (0.19). The bias is a buffer, but is equal on all replicas (`may_differ`).
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
 # A later stage has a copy of this tensor if embeddings are tied or there are MTP layers.
@@ -95,16 +95,16 @@ class ReplicatedTensors:
 
 
 def _place(region: Region) -> str:
-    # Turning the whole region into text would take longer than the rest of planning.
+    # Use only these fields, because turning the whole region into text would take longer than the rest of planning.
     offset = region.pieces[0].global_offset if region.pieces else ()
     return f"{region.global_shape} {region.local_shape} {offset} {region.flat}"
 
 
 def may_differ(name: str, is_buffer: bool) -> bool:
-    """True if replicas may have different values of a tensor. Buffers may differ, opaque tensors even in length.
+    """True if replicas may have different values of a tensor.
 
-    Two buffers of the router do not differ, because megatron computes them from values that it reduces over all
-    data-parallel ranks.
+    Buffers may differ, and opaque tensors may differ even in length. But two buffers of the router do not differ,
+    because megatron computes them from values that it reduces over all data-parallel ranks.
     """
     return is_buffer and not name.endswith(_SAME_BUFFERS)
 
@@ -117,9 +117,8 @@ def replicated_tensors(
 ) -> tuple[ReplicatedTensors, ...]:
     """Returns the lists of this rank's tensors that other ranks have, too. Empty lists are left out.
 
-    The states of a DistributedOptimizer are compared between tensor-parallel ranks, and between stages, only where
-    these ranks or stages cut a parameter at the same elements. `by_part` has the states of each chained optimizer
-    (`parts`).
+    The states of a DistributedOptimizer are compared between tensor-parallel ranks, or between stages, only if these
+    ranks or stages cut a parameter at the same elements. `by_part` has the states of each chained optimizer (`parts`).
     """
     replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
     first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
@@ -180,7 +179,7 @@ def _of(states: Iterable[ParameterState]) -> Iterator[Member]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """Parts of tensors of one list, or the CRCs of these parts. The parts may still be on their way to the host.
+    """Parts of the tensors in one list, or the CRCs of these parts. The parts may still be on their way to the host.
 
     None stands for a tensor that cannot be read.
     """
@@ -215,7 +214,7 @@ def take_samples(
     """Reads small parts of a few tensors of each list: the same parts on all ranks, and other parts at each save.
 
     The save's id (`attempt`) determines the parts. With `everything`, this function reads all bytes of all tensors, and
-    waits until it has them. Offloaded tensors are read from `copies`.
+    returns only when they are read. Offloaded tensors are read from `copies`.
     """
     return ReplicaSamples(tuple(_sample(each, attempt, everything, copies) for each in lists))
 

@@ -51,7 +51,7 @@ class Root:
         self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need, parts: Sequence[str]
     ) -> Place:
         # A slow file system must not hold up an asynchronous save. But if the save has a function `prepared`, the
-        # caller relies on the result of this function, so `prepared` must have run when the save returns.
+        # caller relies on the result of this function, so `prepared` must have run when `save` returns.
         may_be_late = self._trainer.config.async_save and saving.prepared is None
         attempt = open_together(
             self._trainer.agreement,
@@ -100,7 +100,7 @@ class Root:
     def remove_interrupted(self) -> None:
         """Removes the files that interrupted saves have left.
 
-        Called at the next save and at the close, when no rank works on these files any more.
+        The next save and the close of the manager call this method, when no rank works on these files any more.
         """
         while self._interrupted:
             attempt = self._interrupted.pop()
@@ -110,7 +110,7 @@ class Root:
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the free space.
 
-        Only rank 0 calls it, while the other ranks wait. `need` has the files of all ranks.
+        Only rank 0 calls this method, while the other ranks wait. `need` has the files of all ranks.
 
         Raises:
             LockedError: another trainer saves this role.

@@ -1,7 +1,7 @@
 """Commits a checkpoint in the root, and finds what follows: the upload, and the steps that are too old now.
 
-`root.py` commits files that the ranks write, `drain.py` files that they copy from the nodes. If `save_contents` asks
-for a HuggingFace model, it is exported before the commit.
+`root.py` commits files that the ranks write. `drain.py` commits files that the ranks copy from the nodes. If
+`save_contents` asks for a HuggingFace model, the model is exported before the commit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def commit_to_root(
     move_tracker: Callable[[], None],
     times: SaveTimes | None = None,
 ) -> list[WrittenFile]:
-    """Lets every rank write its files, and commits them if the root's lock is still held. Every rank calls it.
+    """Lets every rank write its files, and commits the files if the root's lock is still held.
+
+    Every rank calls this function.
 
     Args:
         context: what the saves of the manager share.
@@ -166,8 +168,8 @@ class OldSteps:
 def _find_old_steps(context: SaveContext, saving: Saving) -> OldSteps | None:
     """Finds the steps to delete after a commit. Warns if there are no such steps and the next save will not fit.
 
-    This search runs right after the commit. When the deletion begins, a later save with another policy may already be
-    committed.
+    This search runs right after the commit. It cannot wait until the deletion begins, because a later save with another
+    policy may be committed by then.
     """
     role_dir, step, policy = saving.role_dir, saving.step, saving.policy
     with suppress(OSError):  # the next save tries this again

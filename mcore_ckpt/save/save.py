@@ -3,7 +3,7 @@
 An async save runs on three threads. In any other save, the trainer's thread also does the work of the save's thread.
 
     trainer's thread   plan, open, capture    read the small values, decide what goes where, copy the state
-    save's thread      write, commit          write the images, and make a checkpoint of the files together
+    save's thread      write, commit          write the images, and commit the files of all ranks
     deletion's thread  retire                 delete what the commit has made too old
 
 Each of these threads gives its work on the disk to another thread (`io/disk_watch.py`), and stops waiting for that
@@ -46,7 +46,7 @@ def save_step(
     request: SaveRequest,
     events: SaveEvents,
 ) -> SaveHandle:
-    """Saves one step. Every rank calls it. Returns once training may go on: see `CheckpointManager.save`."""
+    """Saves one step. Every rank calls this. Returns once training may go on: see `CheckpointManager.save`."""
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
     # `finish` must not keep `request` alive, because the extra state of a request may be large.
     roles, metrics, called = request.roles, request.metrics, request.called

@@ -20,7 +20,8 @@ class SaveControl:
         commits: connects the ranks on the thread of the saves.
         background: the saves that are under way.
         destination: where saves go.
-        open_own: returns a further agreement of these ranks. Only the guard uses it, on the trainer's thread.
+        open_own: returns a further agreement of the manager's ranks. Only the guard uses this agreement, on the
+            trainer's thread.
     """
 
     role: str

@@ -38,7 +38,7 @@ class SaveEvents:
         self._delivery.post(Written(**self._at(at), nbytes=nbytes, seconds=seconds))
 
     def committed(self, report: SaveReport, times: SaveTimes) -> None:
-        """Tells that the checkpoint is committed. This ends the save."""
+        """Tells that the checkpoint is committed. Then the save has ended."""
         self._is_under_way = False
         at = self._called + report.seconds
         phases = self._phases(times.spans(at))

@@ -124,7 +124,7 @@ class SaveTimes:
         )
 
     def report_of_nothing(self, step: int, path: Path) -> SaveReport:
-        """Returns the report of a save that was skipped: it held up the training until now, and wrote no byte."""
+        """Returns the report of a skipped save, which held up the training until now, and wrote no byte."""
         seconds = time.perf_counter() - self._called
         return SaveReport(step, path, 0, seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0)
 
@@ -134,7 +134,9 @@ class SaveTimes:
         return {part: (_us(start - self._called), _us(end - self._called)) for part, (start, end) in spans.items()}
 
     def to_record(self, stall_s: float | None, nbytes: int) -> TimesRecord:
-        """Returns the part of a rank's report that `timeline_of` reads, once all files of the rank are written.
+        """Returns the part of a rank's report that `timeline_of` reads.
+
+        Call this method when all files of the rank are written.
 
         `stall_s` is how long `save` held the training up, in seconds; None if `save` returns only after the commit.
         `nbytes` leaves out the rank's part of the HuggingFace model.

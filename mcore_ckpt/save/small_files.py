@@ -29,7 +29,7 @@ class SmallFiles:
     stored without pickling a class.
 
     Attributes:
-        common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes it at the commit.
+        common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes this state at the commit.
         positions: digests of the data positions in `extra_state`, by name.
     """
 
@@ -41,7 +41,7 @@ class SmallFiles:
         self.common: dict[str, Any] = read_common(trainer) if shares else {}
 
     def read_rng_again(self) -> None:
-        """Replaces the random states by the current random states."""
+        """Reads the random states again, and replaces the states that were read before."""
         self._files |= dict(_pickled_rng(self._trainer))
 
     def sizes(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
 
 
 def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
-    """Returns the sizes of the HuggingFace assets, by path."""
-    # Files of exported weights have the same `kind`. They are left out, because each save plans them anew.
+    """Returns the sizes in bytes of the HuggingFace assets, by path."""
+    # Leave out the files of exported weights, which have the same `kind`, because each save plans them anew.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}

@@ -80,7 +80,7 @@ def is_peft_layer(module: torch.nn.Module) -> bool:
 def _read_peft(module: Any) -> Iterator[AdapterSettings]:
     for name in module.lora_A:
         alpha, rank, scale = module.lora_alpha[name], module.r[name], module.scaling[name]
-        # With use_rslora the scale is alpha / sqrt(rank). Then take as alpha the number that gives this scale when it
-        # is divided by the rank.
+        # With use_rslora the scale is alpha / sqrt(rank). Then return scale * rank as alpha, so that alpha / rank is
+        # this scale.
         alpha = alpha if scale == alpha / rank else scale * rank
         yield AdapterSettings(float(alpha), float(getattr(module.lora_dropout[name], "p", 0.0)))

@@ -22,11 +22,12 @@ class HandOver:
     No byte is copied if the file system can share blocks or supports links.
 
     The file or folder is removed when the save has been committed. If the process dies just before the removal, the
-    next start of a manager removes the files that are linked to the step, but no files that were copied or share blocks
-    with the step. If the save fails, all files stay. Nobody may change the files after the call of `save`: a file may
-    be linked to the step until the file is removed, and a change would damage the step. Everyone who may read the step
-    may read the files that are given away, even if these files were closed to others before. If a file has a second
-    name elsewhere, the file keeps its mode there: if the step needs another mode, the file's bytes are copied.
+    next start of a manager removes the files that are linked to the step. Files that were copied, and files that share
+    blocks with the step, then stay. If the save fails, all files stay. Nobody may change the files after the call of
+    `save`: a file may be linked to the step until the file is removed, and a change would damage the step. Everyone who
+    may read the step may read the files that are given away, even if these files were closed to others before. If a
+    file has a second name elsewhere, the file's mode does not change: if the step needs another mode, the file's bytes
+    are copied.
 
     Attributes:
         path: the file or folder. A symbolic link is refused, and so is a folder that contains a symbolic link.
@@ -64,11 +65,12 @@ class SavedPart:
         Do not change these files, and do not use them after the load.
 
         Args:
-            rank: one of `ranks`. None: the only rank in `ranks`, or else this rank. If several ranks have saved
-                something, and the training has more or fewer ranks now, the rank must be given.
+            rank: one of `ranks`. None stands for the only rank in `ranks` or, if several ranks have saved something,
+                for this rank. If several ranks have saved something, and the training has more or fewer ranks now, None
+                is not allowed.
 
         Raises:
-            CheckpointMismatchError: the rank has saved nothing for this part, or the rank must be given, but is None.
+            CheckpointMismatchError: the rank has saved nothing for this part, or is None although None is not allowed.
             CheckpointCorruptError: a file is missing or damaged.
         """
         chosen = self._own() if rank is None else rank
@@ -104,7 +106,7 @@ class SavedPart:
 
 
 # The content of a part: bytes, the path of a file or folder to copy, a HandOver, or None. A part's function returns
-# such content, or a second function that is called while the training continues and returns such content.
+# the content, or a second function, which is called while the training continues and returns the content.
 Content = Any
 Save = Callable[[Path], Content]
 Load = Callable[[SavedPart], object]
@@ -209,7 +211,7 @@ def check_content(name: str, content: Content) -> None:
         raise InvalidTypeError(
             f"part {name!r} is a HandOver of a {type(path).__name__}: use the path of a file or folder"
         )
-    # An empty path would mean the current folder of the process.
+    # Refuse an empty path, because it would mean the current folder of the process.
     if isinstance(path, str) and (not path or "\0" in path):
         raise InvalidArgumentError(f"part {name!r} has the path {path!r}: name a file or folder")
 

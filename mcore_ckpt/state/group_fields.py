@@ -49,8 +49,8 @@ FIELDS: dict[str, GroupField] = {
     **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), GroupField("schedule")),
     **dict.fromkeys(("lr", "weight_decay"), GroupField("rate")),
     **dict.fromkeys(("betas", "eps", "momentum"), GroupField("optimizer")),
-    # Since 0.16, `is_decoupled_lr` is False even for a group with `decoupled_lr`. The group's own `max_lr`
-    # distinguishes it from other groups.
+    # Since 0.16, `is_decoupled_lr` is False even for a group with `decoupled_lr`, so the field is only a mark. The
+    # group's own `max_lr` distinguishes such a group from other groups.
     **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), GroupField("mark", False)),
     **dict.fromkeys(("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay"), GroupField("class")),
     **dict.fromkeys(("differentiable", "foreach", "fused", "maximize"), GroupField("class")),
@@ -58,7 +58,8 @@ FIELDS: dict[str, GroupField] = {
 _OTHER = GroupField("optimizer")
 EXPERTS = "is_expert_parallel"
 _MARKS = tuple(name for name, field in FIELDS.items() if field.rule == "mark")
-# Fields of a param group that control how a class of optimizer works, but not what it computes in megatron's trainings.
+# Fields of a param group that control how a class of optimizer works. They do not change the results of a training with
+# megatron.
 IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "class")
 # For a field with one of these rules, the run's value counts, and the field does not distinguish groups.
 _OF_RUN: tuple[Rule, ...] = ("class", "mark")
@@ -76,7 +77,7 @@ def name_of(key: str) -> str:
 
 
 def field_of(key: str) -> GroupField:
-    """Returns the description of a field of a group."""
+    """Returns the rule and the default of a group's field."""
     return FIELDS.get(name_of(key), _OTHER)
 
 
@@ -120,8 +121,8 @@ def are_same(one: Any, other: Any) -> bool:
 def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
     """Returns the names of the fields that follow one of `rules` and differ between the settings of two groups.
 
-    If only one of the groups has a field, this counts as a difference only under the rule "schedule", because versions
-    of megatron and classes of optimizers have different fields.
+    If only one of the two groups has a field, the field counts as a difference only under the rule "schedule", because
+    versions of megatron and classes of optimizers have different fields.
     """
     return [
         name
@@ -153,7 +154,7 @@ def _spelling(group: Group, key: str) -> str:
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
     live = group.get(key)
     if isinstance(live, torch.Tensor):
-        # Keep the tensor, because a captured graph reads the rate from it (`optimizer_cuda_graph`, 0.19).
+        # Keep the tensor, because a captured graph reads the rate from this tensor (`optimizer_cuda_graph`, 0.19).
         live.fill_(float(value))
     elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
         group[key] = value.item()

@@ -104,10 +104,10 @@ def group_key(group: Group) -> str:
 
 
 def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bool) -> dict[str, int | None]:
-    """Returns the number of each live group's counterpart by key; None for a group that is new in the run.
+    """Returns, by key of the live group, the number of its counterpart; None for a group that is new in the run.
 
     Args:
-        live: the groups of one optimizer of the run, from all ranks.
+        live: the run's groups of one optimizer, from all ranks.
         saved: the groups of the checkpoint that may be counterparts.
         by_members: whether the checkpoint stores which parameters were in its groups.
 
@@ -137,10 +137,10 @@ class _Choice:
     """The saved group that is chosen for a live group.
 
     Attributes:
-        number: the number of the saved group; None if none is chosen.
+        number: the number of the saved group; None if no group is chosen.
         is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because the
             checkpoint's optimizer settings always count.
-        open: the saved groups between which the settings cannot decide; empty if one is chosen.
+        open: the saved groups between which the settings cannot decide; empty if a group is chosen.
     """
 
     number: int | None = None

@@ -70,8 +70,8 @@ class LiveObjects:
                 self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
         self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
-        # Leave out megatron's own layers. They have this method only because transformer-engine requires it, and their
-        # method always returns None.
+        # Leave out megatron's own layers, whose `get_extra_state` always returns None. They have this method only
+        # because transformer-engine requires it.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 

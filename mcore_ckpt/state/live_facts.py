@@ -36,7 +36,7 @@ def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
 
 
 def _arguments(model: Any) -> dict[str, Any]:
-    """Returns the arguments that a `GPTModel`, `HybridModel` or `MambaModel` keeps, and its rotary facts."""
+    """Returns the arguments that a `GPTModel`, `HybridModel` or `MambaModel` keeps, and the model's rotary facts."""
     rotary = getattr(model, "rotary_pos_emb", None)
     names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
     found = {name: getattr(model, name, None) for name in names}

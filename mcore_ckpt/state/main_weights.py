@@ -7,13 +7,13 @@ gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU.
 Each data-parallel rank owns a shard of a bucket, and a piece consists of the same range of elements of every shard. So
-one `all_gather` makes a piece for any number of ranks, even if a bucket is the whole model. Each piece is copied to its
-places in the host images before the next piece overwrites its memory (`save/capture.py`). On a GPU the trainer's stream
-waits for that copy, but the host does not. In the plan, tensors without memory (`meta`) stand for the weights, and the
-capture skips these tensors. A rank whose copy fails goes on gathering, because the other ranks wait for its part. Files
-without a host image are written straight from tensors, so the weights of such files are kept in host memory until they
-are written. Without the gathering, each rank would have only its own elements, and the files of a stage would consist
-of thousands of pieces from all ranks. But each rank can write only one range of a file.
+one `all_gather` makes a piece for any number of ranks, even if a bucket is the whole model. Each piece is copied into
+the host images before the next piece overwrites the memory (`save/capture.py`). On a GPU the trainer's stream waits for
+that copy, but the host does not. In the plan, tensors without memory (`meta`) stand for the weights, and the capture
+skips these tensors. A rank whose copy fails goes on gathering, because the other ranks wait for its part. Files without
+a host image are written straight from tensors, so the weights in these files stay in host memory until the files are
+written. Without the gathering, each rank would have only its own elements, and the files of a stage would consist of
+thousands of ranges from all ranks. But each rank can write only one range of a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """A bucket of DistributedDataParallel with wanted weights, and the optimizer that updates it.
+    """A bucket of DistributedDataParallel that has wanted weights, and the optimizer that updates the bucket.
 
     Each data-parallel rank owns a shard of the bucket. The shards are equally long, and in the order of the ranks.
     """
@@ -59,22 +59,22 @@ class _Bucket:
     @property
     def shard(self) -> int:
         """The number of elements that each rank owns."""
-        # Count the gradients: a bucket has one gradient for each element, including padding. Packed NVFP4 weights have
-        # fewer bytes than elements.
+        # Count the gradients: a bucket has one gradient for each element, including padding. Do not count the bytes of
+        # weights, because packed NVFP4 weights have fewer bytes than elements.
         count: int = self.bucket.grad_data.numel()
         return count // self.group.size()
 
     def weights(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yields the wanted parameters, each with the place of its weight in the bucket (first element, end)."""
-        # `bucket.param_to_index` (0.16) leaves out the padding between parameters. In 0.17, `param_index_map` counts
-        # the bytes of NVFP4 weights, but `get_unpacked_index_map` counts elements.
+        # Do not use `bucket.param_to_index` (0.16), which leaves out the padding between parameters. In 0.17, prefer
+        # `get_unpacked_index_map`, which counts elements: `param_index_map` counts the bytes of NVFP4 weights.
         index = getattr(self.buffer, "get_unpacked_index_map", lambda: self.buffer.param_index_map)()
         for parameter in self.wanted:
             start, stop = (place - self.bucket.offset for place in index[parameter][:2])
             yield parameter, start, stop
 
     def pieces(self) -> Iterator[_Piece]:
-        """Cuts the bucket into pieces of about WEIGHT_PIECE_BYTES, in the same way on all ranks."""
+        """Cuts the bucket into pieces of about WEIGHT_PIECE_BYTES bytes, in the same way on all ranks."""
         most = tuning.WEIGHT_PIECE_BYTES // (self.dtype.itemsize * self.group.size())
         width = max(_ALIGNMENT, most // _ALIGNMENT * _ALIGNMENT)
         for first in range(0, self.shard, width):
@@ -110,7 +110,7 @@ class _Piece:
         return memory[: self.nbytes].view(self.bucket.dtype)
 
     def inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the parts of the bucket's elements `[start, stop)` in this piece: (first, end, place in the piece)."""
+        """Yields the ranges of the bucket's elements `[start, stop)` in this piece: (first, end, place in piece)."""
         shard = self.bucket.shard
         for rank in range(start // shard, -(-stop // shard)):
             begin = rank * shard + self.first
@@ -202,7 +202,7 @@ class MainWeights:
 
         Args:
             take: a function that is called for each piece, with the weights' elements in this piece. The next piece
-                overwrites these elements; on a GPU this happens in stream order.
+                overwrites these elements, on a GPU in stream order.
 
         Raises the error of `take`, but only after the last piece, because the other ranks wait for this rank's
         elements.
@@ -256,7 +256,7 @@ def _memory_of(pieces: Iterable[_Piece]) -> dict[torch.device, torch.Tensor]:
 def is_gathered_by_megatron(chunk: torch.nn.Module) -> bool:
     """Returns False if a save makes all trained weights of a chunk from main parameters.
 
-    Megatron need not gather these weights.
+    Then megatron need not gather these weights.
     """
     config = getattr(chunk, "ddp_config", None)
     overlaps = getattr(config, "overlap_param_gather", False)
@@ -302,7 +302,7 @@ def _write_each(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 
 
 def _shares_gradients(chunk: torch.nn.Module) -> bool:
-    """Returns True if weights are gathered in the memory of gradients, from which megatron then quantizes them."""
+    """Returns True if megatron gathers weights in the memory of gradients, and then quantizes the gathered weights."""
     return bool(getattr(getattr(chunk, "ddp_config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 

@@ -161,7 +161,8 @@ def ddp_buffers(chunk: Any) -> list[Any]:
 
 
 def _listed(chunk: Any, name: str) -> list[Any]:
-    # Every torch module has a method `buffers`. In DistributedDataParallel, a list of buffers replaces this method.
+    # Every torch module has a method `buffers`. DistributedDataParallel has a list of buffers in place of the method.
+    # So a module that still has the method has no such list.
     found = getattr(chunk, name, ())
     return [] if callable(found) else list(found)
 
@@ -271,7 +272,7 @@ def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_nam
         return _cut_like_weight(shard, sharded, matrix)
     if is_magnitude(local_name):
         return _with_rows_of_weight(shard, sharded, local_name.partition(".adapter.")[0] + ".weight")
-    if permuted_in_bridge(local_name) == "component":  # rows of only the gate or only up, in equal parts
+    if permuted_in_bridge(local_name) == "component":  # rows of the gate alone or of up alone, in equal parts
         (first, *_), shape = shard.region.pieces, shard.region.local_shape
         start = 2 * first.global_offset[0] if len(shard.region.pieces) > 1 else first.global_offset[0]
         piece = Piece((0, 0), shape, (start, 0))
@@ -291,7 +292,8 @@ def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: Peft
     def along(lengths: tuple[int, ...], other: int) -> tuple[int, int]:
         return (other, lengths[1]) if matrix.is_a else (lengths[0], other)
 
-    # The halves of a gated linear unit have the same columns, so A has the same piece for both. Keep this piece once.
+    # The halves of a gated linear unit have the same columns, so A has the same piece for each half. Keep this piece
+    # only once.
     pieces = dict.fromkeys(
         Piece(along(piece.local_offset, 0), along(piece.shape, rank), along(piece.global_offset, 0))
         for piece in weight.pieces
@@ -355,7 +357,7 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 
 
 def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
-    """Gives the model's tensor-parallel group to modules that have none, if parallel_state is not initialized.
+    """Gives the model's tensor-parallel group to modules without a group, if parallel_state is not initialized.
 
     `MegatronModule.sharded_state_dict` asks parallel_state for the group if a module has no `tp_group`. The constructor
     of MultiTokenPredictionLayer (0.16) sets no `tp_group`.
@@ -371,7 +373,7 @@ def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None
 
 
 def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the correct `sharded_state_dict` of a stage with a copy of the first stage's embedding.
+    """Returns the correct `sharded_state_dict` of a stage that has a copy of the first stage's embedding.
 
     `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails on a later stage with tied embeddings if the stage has
     layers of multi-token prediction, or if the model has its own process groups. The modules of this stage still know
@@ -470,9 +472,8 @@ def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
 def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     """Finds where a ShardedTensorFactory places the parts of a tensor, by applying the factory to tensors of positions.
 
-    There is one tensor of positions per axis. Each such tensor is expanded from a vector, so it needs little memory
-    even for a large weight. Parts with separate keys (Mamba's in_proj) are placed one after the other along the first
-    axis.
+    There is one tensor of positions per axis, expanded from a vector. So even the positions of a large weight need
+    little memory. Parts with separate keys (Mamba's in_proj) are placed one after the other along the first axis.
     """
     parts_by_axis = [
         _of_first_expert(_flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)))

@@ -30,11 +30,11 @@ HostCopies = Mapping[int, HostCopy]
 
 
 def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
-    """Returns the host copies of the buffers of DistributedDataParallel that have no memory now.
+    """Returns the host copies of those DistributedDataParallel buffers that have no memory now.
 
     verl (0.9.1, `offload_megatron_model_to_cpu`) keeps a copy as `param_data.cpu_data`, and megatron's own
-    `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU.
-    Such a copy is outdated, so this function ignores the copies of buffers that have memory.
+    `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both programs keep the copy even after the parameters are back on the
+    GPU. Then the copy is outdated, so this function ignores the copies of buffers that have memory.
 
     Raises UnsupportedError: the model has `overlap_param_gather`. Shards of other ranks were possibly not gathered when
     the parameters were copied, and these shards cannot be gathered now.

@@ -110,9 +110,10 @@ def changes_model(optimizer: Any) -> bool:
 
 
 def gather_from_owners(optimizer: Any) -> None:
-    """Sends the parameters that each rank owns to the other ranks, unless DistributedDataParallel's buffers do so.
+    """Sends the parameters that each rank owns in a layer-wise optimizer to the other ranks.
 
-    All ranks must call this function.
+    Leaves out optimizers whose parameters are sent by the buffers of DistributedDataParallel. All ranks must call this
+    function.
     """
     for node in layer_wise_nodes(optimizer):
         if not getattr(node, "use_buffer_param_sync", False):

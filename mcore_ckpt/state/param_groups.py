@@ -85,8 +85,8 @@ class SavedPart:
             whole sequence is None if all groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
-        starts_anew: whether the part takes over only main parameters, because it needs other moments than the saved
-            ones.
+        starts_anew: whether the part takes over only main parameters, because the part needs other moments than the
+            checkpoint has.
         candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
         of_moments: for each live group that keeps the run's values, the saved group whose optimizer settings count
             nevertheless, or None.
@@ -136,7 +136,7 @@ class SavedGroups:
             raise CheckpointCorruptError(f"{file_names.COMMON_FILE}: members of param groups: {error}") from None
 
     def numbers_of(self, kind: str) -> tuple[int, ...]:
-        """Returns the numbers of the groups of one kind of optimizer."""
+        """Returns the numbers of the groups that belong to one kind of optimizer."""
         return tuple(number for number, other in enumerate(self.kinds) if other == kind)
 
     def with_members(
@@ -266,8 +266,8 @@ def match_parts(
 ) -> tuple[SavedPart, ...]:
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
-    With expert parallelism, experts have their own optimizer. Without expert parallelism, they are in the groups of the
-    dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because finding them
+    With expert parallelism, experts have their own optimizer. Without expert parallelism, experts are in the groups of
+    the dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because the search
     needs the members on all ranks.
 
     `saved` has the saved parts in the form of `common.pt`. With `reset_moments`, a part of a kind that was not saved

@@ -56,8 +56,8 @@ def write_seed(seed: int, step: int, pp: int) -> None:
     """Seeds all generators anew, in the same way as megatron's trainer (`_set_random_seed`).
 
     The seeds differ between pipeline stages. The seeds of megatron's tracker also differ between tensor- and
-    expert-parallel ranks. All seeds depend on the step, so that the random numbers differ from those at the beginning
-    of the training. `pp` is this rank's pipeline rank.
+    expert-parallel ranks. All seeds depend on the step. Otherwise the random numbers from the beginning of the training
+    would come again. `pp` is this rank's pipeline rank.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -79,7 +79,7 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupO
     if scheduler is None or state is None:
         return
     if _is_megatrons(scheduler):
-        # OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to the present number.
+        # Begin with 0, because OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to this field.
         scheduler.num_steps = 0
     elif groups is not None and groups.has_changed:
         state = groups.applied(state, scheduler.state_dict())
@@ -99,10 +99,10 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists with one value per param group, such as torch's `base_lrs`, into this run's order of groups.
 
-    A list is assumed to have one value per param group if the saved list has `saved` values, which is the number of
-    saved groups, and the run's list has as many values as the run has groups. `numbers` has, for each group of the run,
-    the number of its saved counterpart; None for a group without counterpart. `found` has the names of the lists that
-    `applied` has found.
+    A list is assumed to have one value per param group under two conditions: the saved list has `saved` values, which
+    is the number of saved groups, and the run's list has as many values as the run has groups. `numbers` has, for each
+    group of the run, the number of its saved counterpart; None for a group without counterpart. `found` has the names
+    of the lists that `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:

@@ -24,8 +24,8 @@ class LocalShard:
         replica: whether another pipeline stage holds the same global tensor (tied embeddings) and writes it.
         is_buffer: whether the tensor is neither a parameter nor optimizer state. Such a tensor can change at any point
             of a training step.
-        of_all_experts: True for an adapter that belongs to all experts of this rank (grouped experts), if the
-            expert-parallel ranks have different regions of one global tensor, or equal tensors.
+        of_all_experts: True for an adapter of all experts on this rank (grouped experts), but only if the tensors of
+            the expert-parallel ranks are equal, or are different regions of one global tensor.
         refresh: only for an `_extra_state`: the function that reads the state again, because `tensor` is only a copy.
             The function returns None if the state no longer exists.
         restore: only for an `_extra_state`: the function that sets the loaded state, because copying into `tensor`
@@ -44,12 +44,12 @@ class LocalShard:
 
     @property
     def is_frozen(self) -> bool:
-        """True if this is a parameter that does not train."""
+        """True if the tensor is a parameter that does not train."""
         return not self.is_buffer and not self.tensor.requires_grad
 
     @property
     def is_quantized(self) -> bool:
-        """True if this is a parameter in 8 or 4 bits."""
+        """True if the tensor is a parameter in 8 or 4 bits."""
         return not self.is_buffer and is_quantized(self.tensor)
 
 
@@ -68,7 +68,7 @@ class ParameterState:
         bound: the bound state by kind: tensors that belong to exactly this region (SOAP's eigenbases).
         scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 number
             each.
-        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
+        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower bits (int16); None otherwise.
     """
 
     name: str

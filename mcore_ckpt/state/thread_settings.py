@@ -56,6 +56,6 @@ def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
         settings.enter_context(patience(timeout_s))
         if gpu is not None:
             settings.enter_context(torch.cuda.device(gpu))
-        if torch.get_default_device() != _CPU:  # entered only if needed, because it slows each call of torch
+        if torch.get_default_device() != _CPU:  # avoid the context of a device, which slows each call of torch
             settings.enter_context(_CPU)
         yield

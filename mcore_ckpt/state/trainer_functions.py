@@ -16,7 +16,7 @@ def call_of_trainer(function: Callable[[], Result], failure: str, error_type: ty
     """Calls a function of the trainer, and returns its result.
 
     If the function raises an error, the other ranks raise an error of this package. So this rank raises an error of
-    this package, too: a training loop that catches such errors then continues on all ranks. Interrupts
+    this package, too: a training loop that catches this package's errors then continues on all ranks. Interrupts
     (`is_interrupt`) are raised unchanged.
 
     Args:

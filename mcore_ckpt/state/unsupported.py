@@ -210,10 +210,10 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
     """Raises UnsupportedError for experts whose replicas drift apart, and for packed tensors of several experts.
 
     With EP = 1 and ETP ≠ TP, the replicas of an expert are not the ranks that replicate dense tensors. Up to 0.18,
-    megatron reduces the gradients of experts over the wrong ranks, the replicas of dense tensors, because it marks
-    experts by `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). So the replicas of experts drift
-    apart (as seen in a test). A checkpoint has the values of only one replica, so a load could not restore the other
-    replicas.
+    megatron marks experts by `allreduce = False` only if EP > 1 (`ColumnParallelLinear.__init__`). Without the mark,
+    megatron reduces the gradients of experts over the wrong ranks, the replicas of dense tensors. So the replicas of
+    experts drift apart (as seen in a test). A checkpoint has the values of only one replica, so a load could not
+    restore the other replicas.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
         for shard in model:
@@ -257,9 +257,9 @@ def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
 def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> None:
     """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
 
-    HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not
-    notice if there are more segments than stages. Then no rank has the surplus segments. `layers` are the layers of all
-    ranks together.
+    HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. If there are
+    more segments than stages, HybridModel raises no error, and no rank has the surplus segments. `layers` are the
+    layers of all ranks together.
     """
     pattern = getattr(language_model_of(unwrap(chunks[0])), "hybrid_layer_pattern", None)
     if not isinstance(pattern, str):

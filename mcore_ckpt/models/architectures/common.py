@@ -17,7 +17,8 @@ MODEL = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
     Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
     Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
-    # The head of a ...ForTokenClassification has a bias. mcore's value heads have none, so this row has no mcore name.
+    # The head of a ...ForTokenClassification has a bias, but mcore's value heads have no bias. So this row has no mcore
+    # name.
     Row("", {"score.bias": "1"}, when="value score_bias"),
 )
 

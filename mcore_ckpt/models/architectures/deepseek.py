@@ -31,7 +31,7 @@ from mcore_ckpt.models.table import Row, Table
 
 
 def read_deepseek_experts(config: HfConfig) -> ModelFacts:
-    """Reads all facts about a DeepSeek model except those about latent attention."""
+    """Reads all facts about a DeepSeek model except the facts about latent attention."""
     number, dense = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     layers = moe_layers([layer >= dense for layer in range(number)])
     sizes = sizes_of(config)

@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, in which an indexer chooses the tokens to attend to.
 
-megatron-core has this attention as `experimental_attention_variant="dsa"`. megatron before 0.19 cannot be used: its
-indexer rotates the last elements of each head, but these models rotate the first elements, so megatron would choose
-other tokens.
+megatron-core has this attention as `experimental_attention_variant="dsa"`. megatron before 0.19 cannot be used, because
+it would choose other tokens: its indexer rotates the last elements of each head, but these models rotate the first
+elements.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _LayerTypes:
     def _lists(self, layers: int, dense: int, base: HfConfig) -> HfFields:
         dense = min(dense, layers)
         mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
-        # transformers 5.17 writes the older word, and 5.23 the newer one.
+        # transformers 5.17 writes the older word, and 5.23 writes the newer word.
         older, newer = "deepseek_sparse_attention", "indexed_attention"
         word = older if base.get("layer_types") == [older] * layers else newer
         return {"mlp_layer_types": mlps, "layer_types": [word] * layers}
@@ -123,8 +123,8 @@ _RULES = (
     Same("dsa_indexer_n_heads", "index_n_heads"),
     Same("dsa_indexer_head_dim", "index_head_dim"),
     Same("dsa_indexer_topk", "index_topk"),
-    # transformers has the same two values (DeepseekV32Indexer). It does not rotate queries and keys, because this
-    # rotation changes none of their products.
+    # transformers has the same two values (DeepseekV32Indexer): it does not rotate queries and keys, because a rotation
+    # would change none of their products.
     Constant("dsa_indexer_k_norm_epsilon", 1e-6),
     Constant("dsa_indexer_rotate_activation", False),
 )

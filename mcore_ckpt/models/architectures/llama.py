@@ -17,7 +17,8 @@ ARCHITECTURES = (
         ("LlamaForCausalLM", "LlamaForTokenClassification"),
         _TABLE,
         read_uniform,
-        # In HuggingFace, these fields also add biases to o_proj or to the MLP, but megatron's add_qkv_bias does not.
+        # In HuggingFace, these fields also add biases to o_proj or to the MLP, which megatron's add_qkv_bias does not
+        # add. So both fields must be False.
         (*DENSE, ROPE, Refused("attention_bias", False), Refused("mlp_bias", False)),
     ),
     Architecture(

@@ -1,8 +1,8 @@
 """Nemotron-H and Nemotron-3, hybrid models: each layer is a Mamba mixer, attention, an MLP or a mixture of experts.
 
-A HybridModel (`Table.is_hybrid`) has one mixer per layer, like HuggingFace's model, so both have the same layer
-numbers. The rules also translate `hybrid_layer_pattern`, but without pipeline stages, because the trainer chooses
-these. A depth of multi-token prediction is a stack of layers with one mixer each (`ModelFacts.mtp_stack`).
+A HybridModel (`Table.is_hybrid`) has one mixer per layer, like HuggingFace's model, so both models have the same layer
+numbers. The rules also translate `hybrid_layer_pattern`, but without pipeline stages, because the trainer chooses the
+stages. A depth of multi-token prediction is a stack of layers with one mixer each (`ModelFacts.mtp_stack`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mcore_ckpt.models.config_rules import Dtype, HeadDim, QueryGroups, SigmoidS
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD, Row, Table
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# The names of the kinds of layers in transformers 5.23, by megatron's symbols. Older configs call two of them "mamba"
-# and "attention".
+# The names of the kinds of layers in transformers 5.23, by megatron's symbols. Older configs call two of these kinds
+# "mamba" and "attention".
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _SYMBOLS = {name: symbol for names in (_NAMES, _KINDS) for symbol, name in names.items()} | {
     each: each for each in _KINDS
@@ -155,7 +155,7 @@ class _Layers:
 
 
 class _TimeSteps(Rule):
-    """The rule that refuses a limit of Mamba's time steps, because megatron's MambaMixer has none (0.18, 0.19)."""
+    """The rule that refuses a limit of Mamba's time steps, because megatron's MambaMixer has no limit (0.18, 0.19)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         least, most = hf.get("time_step_limit") or (0.0, inf)

@@ -1,8 +1,8 @@
 """The language models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with separate projections in linear attention.
 
-Vision-language models describe such a language model in `text_config`. The names of its tensors then begin with
-`model.language_model.`, but the tensors of multi-token prediction have the same names as here. The tables of
-vision-language models use the rows, facts and rules of this module.
+Vision-language models describe such a language model in `text_config`. In these models, the names of the language
+model's tensors begin with `model.language_model.`, but the tensors of multi-token prediction have the same names as
+here. The tables of vision-language models use the rows, facts and rules of this module.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Returns the order of the rows of GatedDeltaNet's input projection.
+    """Returns the order of rows in GatedDeltaNet's input projection.
 
     HuggingFace groups the rows by key head: one tensor has the query, key, values and gates of each head, and a second
     tensor has the betas and alphas of each head. mcore has the queries of all heads first, then the keys of all heads,
@@ -108,7 +108,7 @@ LINEAR_ATTENTION = (
     ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
-    # mcore multiplies by 1 + weight in all norms. HuggingFace does so in all norms except this one.
+    # mcore multiplies by 1 + weight in all norms, and HuggingFace in all norms except this norm.
     Row(
         "self_attention.out_norm.weight", {"linear_attn.norm.weight": "value_dim"}, when="linear", change=ZeroCentred()
     ),

@@ -14,7 +14,7 @@ A live model has a tower of one of two kinds. So the table has the tower's rows 
 and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show which
 of these rows apply (`with_tower_of`). A conversion from HuggingFace writes the tower that Megatron-Bridge uses.
 Transformers' modules have no `sharded_state_dict`. So megatron assumes that each tensor of these modules is whole on
-every rank (`sharded_state_dict_default`), and this is true.
+every rank (`sharded_state_dict_default`), and this assumption is true.
 
 In Qwen3-VL, rotary frequencies belong to time, height and width in turn, and decoder layers add features from inner
 layers of the tower. GPTModel can do neither, so tests with images compare only the tower's outputs.

@@ -23,8 +23,8 @@ ARCHITECTURES = (
         (
             *DENSE,
             ROPE,
-            # In SeedOssAttention, a separate field controls the bias of o_proj. megatron's add_qkv_bias adds no such
-            # bias.
+            # In SeedOssAttention, `attention_out_bias` controls the bias of o_proj. megatron's add_qkv_bias adds no
+            # bias to o_proj, so `attention_out_bias` must be False.
             Same("add_qkv_bias", "attention_bias", default=True),
             Refused("attention_out_bias", False),
             Refused("mlp_bias", False),

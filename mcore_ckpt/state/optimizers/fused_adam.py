@@ -1,10 +1,10 @@
 """transformer-engine's FusedAdam, which may keep main parameters itself, and may keep its state in 16 or 8 bits.
 
-megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns on both. FusedAdam then gets ranges of the model's own
-parameters, and its state has the main parameter of each range as `master_param`. State tensors of fp16 and fp8 have a
-scale. With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16
-parameter has the upper 16 bits, rounded half up. A value's bits are `(parameter << 16) + master_param`, so the two
-tensors may only change together.
+megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns on both features. FusedAdam then gets ranges of the
+model's own parameters, and its state has the main parameter of each range as `master_param`. State tensors of fp16 and
+fp8 have a scale. With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's
+bfloat16 parameter has the upper 16 bits, rounded half up. A value's bits are `(parameter << 16) + master_param`, so the
+two tensors may only change together.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class FusedAdamPart(OptimizerPart):
         return bool(self.inner.master_weights and getattr(self.inner, "store_param_remainders", False))
 
     def refresh(self) -> None:
-        # Copy fp32 parameters into their `master_param`, because FusedAdam does not update these tensors, but
-        # megatron's own save reads them.
+        # Copy fp32 parameters into their `master_param`, because megatron's own save reads `master_param`, but
+        # FusedAdam does not update it for fp32 parameters.
         for key, state in self.inner.state.items():
             if _MAIN in state and not self._has_main(key):
                 self.inner.set_scaled_state(key, _MAIN, key.detach().clone())
@@ -133,7 +133,8 @@ class FusedAdamPart(OptimizerPart):
                 each.key.data.copy_(self.inner.get_unscaled_state(each.key, _MAIN))
 
     def follow_model(self) -> None:
-        # `_copy_model_params_to_main_params` (0.16 to 0.19) does nothing if FusedAdam has the main parameters.
+        # Set the main parameters here, too, because `_copy_model_params_to_main_params` (0.16 to 0.19) does nothing if
+        # FusedAdam has the main parameters.
         super().follow_model()
         for each in self.mains():
             if self._has_main(each.key) and _MAIN in self._state(each.key):

@@ -1,9 +1,9 @@
 """HybridDeviceOptimizer (`optimizer_cpu_offload`), which updates some of the parameters in host memory.
 
-megatron-core 0.16 to 0.19 have the same class. It has one inner optimizer for the parameters that stay on the device,
-and one or several inner optimizers for the parameters in host memory. Each parameter of HybridDeviceOptimizer (an outer
-parameter) has an inner parameter, which one of the inner optimizers updates: a copy in host memory, a copy in fp32, or
-the outer parameter itself. The inner parameter has the exact values.
+megatron-core 0.16 to 0.19 have the same class. The class has one inner optimizer for the parameters that stay on the
+device, and one or several inner optimizers for the parameters in host memory. Each parameter of HybridDeviceOptimizer
+(an outer parameter) has an inner parameter, which one of the inner optimizers updates: a copy in host memory, a copy in
+fp32, or the outer parameter itself. The inner parameter has the exact values.
 
 A save stores the inner parameter, and a load fills it. After a load, the inner parameter is copied to the outer
 parameter, and `_sync_sub_optimizers_state_to_hdo` makes the outer state show the inner state again. The number of steps
@@ -25,11 +25,11 @@ from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind, find_kind
 from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart, steps_of, write_steps_of
 from mcore_ckpt.state.quantized import is_quantized
 
-# Entries of the state that are not saved: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
-# there after each step, and entries that megatron's own save as dp_reshardable (0.16) leaves behind.
+# Entries of the state that are not saved: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` adds
+# after each step, and entries that megatron's own save as dp_reshardable (0.16) leaves behind.
 _NO_STATE = ("master_param", "padding")
-# Arguments of HybridDeviceOptimizer's constructor that control where and how it works. torch's Optimizer puts them into
-# the groups.
+# Arguments of HybridDeviceOptimizer's constructor that control where and how the optimizer works. torch's Optimizer
+# puts these arguments into the groups.
 ARGUMENTS = (
     *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads"),
     *("pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
@@ -104,7 +104,7 @@ class HybridDevicePart(OptimizerPart):
 
     @property
     def changes_model(self) -> bool:
-        # If the outer parameters are ranges of the model's parameters, `refresh` rounds the main parameters into them.
+        # If the outer parameters are ranges of the model's parameters, `refresh` rounds main parameters into the model.
         return self.has_model_ranges
 
     def refresh(self) -> None:
@@ -122,8 +122,8 @@ class HybridDevicePart(OptimizerPart):
         super().copy_to_model()
 
     def follow_model(self) -> None:
-        # `_copy_model_params_to_main_params` (0.16 to 0.19) only calls `update_fp32_param_by_new_param`, which leaves
-        # out fp32 parameters that have a copy in host memory.
+        # Do not call `_copy_model_params_to_main_params` (0.16 to 0.19), which only calls
+        # `update_fp32_param_by_new_param`, and so leaves out fp32 parameters that have a copy in host memory.
         with torch.no_grad():
             for each in self.mains():
                 if not is_quantized(each.parameter):

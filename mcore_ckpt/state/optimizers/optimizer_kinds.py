@@ -23,9 +23,8 @@ class OptimizerKind:
 
     Attributes:
         name: the kind's name in checkpoints.
-        classes: the classes of optimizers that keep this state. Classes derived from them keep it, too.
-        moments: the tensors with one element per element of a parameter, so that they can be divided as the parameter
-            is.
+        classes: the classes of optimizers that keep this state. Derived classes keep this state, too.
+        moments: the tensors that have one element per element of a parameter, and can be divided as the parameter is.
         optional: moments that only some settings add.
         bound: a function that returns, by kind, the shapes of the tensors that belong to a rank's whole part of a
             parameter. If the parameter is divided in another way, these tensors cannot be divided in the same way. The

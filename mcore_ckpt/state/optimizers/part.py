@@ -1,4 +1,4 @@
-"""A megatron optimizer that is not a chain of others, and the questions that saving and loading ask about it.
+"""A megatron optimizer that is not a chain, and the questions that saving and loading ask about this optimizer.
 
 A kind of optimizer that keeps its state in another way derives from OptimizerPart and overrides the answers that
 differ.
@@ -33,7 +33,7 @@ class MainParameter:
         main: the exact values of the elements that this rank owns.
         flat: the range `(start, stop)` of these elements in the parameter.
         is_model_view: whether `main` shares the memory of the model's parameter (fp32 training).
-        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
+        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower bits (int16); None otherwise.
     """
 
     parameter: torch.Tensor
@@ -65,7 +65,7 @@ class Form:
     Attributes:
         dtype: the dtype of the elements; None if the elements will be made in the checkpoint's dtype.
         is_scaled: whether a value is the element times a scale, which all elements of the tensor share.
-        is_halved: whether the elements are the lower 16 bits of the values, and the model has the upper ones.
+        is_halved: whether the elements are the lower 16 bits of the values, and the model has the upper 16 bits.
     """
 
     dtype: torch.dtype | None
@@ -85,7 +85,7 @@ class OptimizerPart:
     Attributes:
         megatron: megatron's object.
         inner: the torch-like optimizer in that object; None if this rank has no parameters for it.
-        is_of_owner: whether the optimizer has only parameters that this data-parallel rank owns, each of them whole
+        is_of_owner: whether this data-parallel rank owns, as a whole, each parameter that the optimizer has
             (LayerWiseDistributedOptimizer).
     """
 
