@@ -1,4 +1,4 @@
-"""Runs `mcore-ckpt` as `python -m mcore_ckpt`, where the folder of scripts is not on the PATH."""
+"""Runs `mcore-ckpt` as `python -m mcore_ckpt`, for machines whose PATH lacks the folder of scripts."""
 
 import sys
 

@@ -41,11 +41,13 @@ class FastTier:
     options.
 
     Attributes:
-        folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. A
-            folder below `/dev/shm` is in memory: it outlives the processes, but not the node. A folder on a local disk
-            also outlives a restart of the node. A folder that another user has made or can write to is refused.
+        folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. The
+            files of a folder below `/dev/shm` are in memory: they outlive the processes, but not the node. Files on a
+            local disk also outlive a restart of the node. A folder that another user has made or can write to is
+            refused.
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
-            step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to it.
+            step. Bytes that a node has anyway, because one of its ranks is a data-parallel replica, are not sent to
+            this node.
         keep: how many steps each node keeps.
         durable_every: how often a saved step is also saved to the root: 10 means every tenth saved step. None: no step
             is saved to the root. Then all checkpoints are in the nodes' folders, and no shared file system is needed.
@@ -121,30 +123,30 @@ class CheckpointConfig:
             trainer's extra state), `hf_model` (the model in HuggingFace's format, in `huggingface/`; needs the
             manager's `hf_config`).
         load_contents: what to load, as a list of the words for `save_contents`. The checkpoint must contain all of
-            them. With `model`, `hf_model` adds nothing. Without `model`, `hf_model` loads the weights from
+            these contents. With `model`, `hf_model` adds nothing. Without `model`, `hf_model` loads the weights from
             `huggingface/`.
         async_save: whether `save` returns as soon as the training state may change again. The save then finishes in the
-            background. The manager starts to prepare host memory for the copies when it is constructed.
+            background. The constructor of the manager starts to prepare host memory for the copies.
         async_mode: when an async `save` returns. "snapshot": after the state has been copied. "lazy": immediately. The
             state on a GPU is then copied during the next forward and backward pass. Megatron's methods that change the
             state (`optimizer.step()`, parameter gathers, loading) make their CUDA stream wait for the copy. Other code
             that changes the state must call `manager.before_step()` first. If the model is trained and the manager has
             no optimizer, "lazy" acts like "snapshot". In both modes, state in CPU memory is copied before `save`
             returns.
-        if_busy: what `save` does while an earlier save is under way: "wait" for it, "raise" BusyError, or "skip": do
-            nothing and return a handle that says so (`SaveHandle.skipped`). With "skip", a save that is due in the root
-            is also skipped while an earlier step is still being copied there.
+        if_busy: what `save` does while an earlier save is under way. "wait": wait until that save has ended. "raise":
+            raise BusyError. "skip": do nothing, and return a handle that says so (`SaveHandle.skipped`). With "skip", a
+            save that is due in the root is also skipped while an earlier step is still being copied to the root.
         if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the
             error of that save on every rank. "warn": the error is only logged.
         shared_writes: whether all data-parallel and context-parallel replicas write a file together, each replica a
             part. If not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
-            warns if they differ. The training waits for this comparison. If not, each save compares small parts of a
-            few tensors, at no measurable cost. The next save chooses other tensors.
+            warns if replicas differ. The training waits for this comparison. If not, each save compares small parts of
+            a few tensors, at no measurable cost. The next save chooses other tensors.
         load_replicas: how ranks load tensors that are the same on several ranks: the tensors of the model, which data
             and context parallelism replicate, and the tensors of an optimizer that is not distributed. "read": each
-            rank reads them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the
-            network is faster than the file system.
+            rank reads these tensors. "broadcast": one rank reads the tensors and sends them to the other ranks. This is
+            faster if the network is faster than the file system.
         max_host_bytes: the largest number of bytes of host memory that this rank uses for copies of its state. None: no
             limit.
         max_to_keep: how many complete steps to keep on disk, including steps that were saved before a restart. None:
@@ -153,26 +155,26 @@ class CheckpointConfig:
         keep_every: steps whose number is a multiple of this value are also kept, however old they are. Requires
             max_to_keep.
         keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
-            three steps with the smallest. Several such rules may be given as a list. Each rule may also be a text,
-            "reward:3:max". `save` gets the metrics. Of steps with equal values, the step that was committed last counts
-            as the best. A step without the metric and an abandoned step never count. Requires max_to_keep.
+            three steps with the smallest `reward`. Several such rules may be given as a list. Each rule may also be a
+            text, "reward:3:max". `save` gets the metrics. Of steps with equal values, the step that was committed last
+            counts as the best. A step without the metric and an abandoned step never count. Requires max_to_keep.
         keep_for: complete steps that were saved less than this many seconds ago are also kept. Requires max_to_keep.
         optimizer_for_last: how many of the newest complete steps keep their optimizer. Older steps that are kept lose
             the optimizer's files after each commit, unless they are pinned; their weights and their extra state stay
             loadable. None: all steps keep their optimizer. The remote store keeps the optimizers that were uploaded.
         remote: the URL of a remote store that fsspec supports: s3://bucket/prefix, gs://..., hdfs://host/path,
-            file:///folder. Committed checkpoints are uploaded to it in the background. `load` takes a checkpoint from
-            the store if it is newer than the local ones, or if the local ones are gone. None: no remote store.
-            Credentials are read from the environment, in the same way as by the store's own tools. In file://~/folder,
-            `~` is the home folder.
+            file:///folder. Committed checkpoints are uploaded to this store in the background. `load` takes a
+            checkpoint from the store if it is newer than the local ones, or if the local ones are gone. None: no remote
+            store. Credentials are read from the environment, in the same way as by the store's own tools. In
+            file://~/folder, `~` is the home folder.
         prune_remote: whether `max_to_keep`, `keep_every`, `keep_best` and `keep_for` also apply to the remote store. If
             not, the store keeps all checkpoints.
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
         parts: the parts that every step must have (`CheckpointManager.attach`). A save that lacks one of these parts
             fails. Empty: each step has the parts that are attached when the step is saved.
-        roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
-            manager's role.
+        roles: the roles that every step consists of. A step is complete once all of these roles are committed. None:
+            only this manager's role.
         vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. `vocab_size` is
             needed only if the saved embeddings have more or fewer rows than the model's, and padding alone does not
             explain the difference. None: the value in the HuggingFace config.
@@ -180,20 +182,20 @@ class CheckpointConfig:
         assume_optimizer_step: the optimizer's step count to assume for a checkpoint of another program that does not
             store the count (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
         skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
-            and loads. The trainer must then get them from elsewhere. `hf_model` then writes only the adapters, in
-            PEFT's form, into `huggingface/adapter/`.
-        strict_dtypes: whether `load` refuses to round values if model or optimizer keep them in dtypes of fewer bits
-            than the checkpoint. If not, `load` rounds each value once and says so in its report.
-        strict_model: whether `load` refuses a checkpoint whose model computes something else with the same tensors: it
-            has other heads, another activation, other rotary embeddings, ... If not, `load` names the fields in a
-            warning and in its report.
+            and loads. The trainer must then get these parameters from elsewhere. `hf_model` then writes only the
+            adapters, in PEFT's form, into `huggingface/adapter/`.
+        strict_dtypes: whether `load` refuses to round values if model or optimizer keep the values in dtypes of fewer
+            bits than the checkpoint. If not, `load` rounds each value once and says so in its report.
+        strict_model: whether `load` refuses a checkpoint whose model computes something else with the same tensors: for
+            example, the model has other heads, another activation or other rotary embeddings. If not, `load` names the
+            fields that differ in a warning and in its report.
         reset_moments: whether `load` may start an optimizer with new moments if the optimizer needs other moments than
             the checkpoint has (Muon after Adam). Then only the main parameters are taken over. If not, such a load is
             refused.
-        shared_with_group: whether the Unix group of the files may read and write them, as far as the umask allows.
-            True: new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: if the
-            root exists already, new folders and files are as open as the root. A new root and the fast tier are treated
-            as with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
+        shared_with_group: whether the files' Unix group may read and write the files, as far as the umask allows. True:
+            new folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: if the root
+            exists already, new folders and files are as open as the root. A new root and the fast tier are treated as
+            with True if the umask lets the group write, otherwise as with False. Existing folders keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, `load` loads the next
             older checkpoint.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
@@ -283,8 +285,8 @@ class CheckpointConfig:
                 called without arguments, once in a process, and returns the listener. `fast` may be a mapping of
                 FastTier's fields, whose `domain` may be the path of a function.
             where: what the mapping is called, for messages.
-            but: fields that must not be in `given`, because a framework has its own options for them, or cannot honour
-                them.
+            but: fields that must not be in `given`, because a framework has its own options for these fields, or cannot
+                honour them.
 
         Raises:
             InvalidArgumentError: a field is unknown or has a value that is not allowed, or a path leads nowhere.

@@ -10,7 +10,7 @@
 - The process forks: the child begins with an empty queue and no thread, because the parent delivers the events that
   wait.
 
-Events contain only sums that a report has anyway, so they cost no computation. Each manager has its own thread, so a
+Events contain only sums that a report has anyway, so events cost no computation. Each manager has its own thread, so a
 listener that hangs stops only that manager's events. Nothing is sent between ranks, because a listener on each rank
 costs nothing, but a message of each rank to rank 0 would cost time.
 """
@@ -42,8 +42,8 @@ DRAIN_WAIT_S = 10.0
 # would wait for ever.
 POST_WAIT_S = 1.0
 # If a manager was never closed, its thread ends after this time without events, in seconds. Most saves take less time,
-# so the thread still exists while an exiting interpreter waits for a save. That matters because from Python 3.12 on, an
-# exiting interpreter starts no new threads.
+# so the thread still exists while an exiting interpreter waits for a save. The thread must still exist then, because
+# from Python 3.12 on, an exiting interpreter starts no new threads.
 IDLE_S = 3600.0
 
 
@@ -69,7 +69,7 @@ class Delivery:
             _all.add(self)
 
     def start_anew(self) -> None:
-        """Forgets all events and the thread. A forked child calls it, because the child does not have the thread."""
+        """Forgets all events and the thread. A forked child calls this, because the child does not have the thread."""
         # A condition has an RLock, so a signal handler that interrupts `post` and saves can post, too.
         self._changed = threading.Condition()
         self._waiting: deque[Event] = deque()
@@ -116,7 +116,7 @@ class Delivery:
                 logger.warning("%d events are not delivered yet: the system grants no thread", len(self._waiting))
                 return False
             if self._thread is threading.current_thread():
-                return False  # a listener calls this, and would wait for itself
+                return False  # a listener calls `drain`, and would wait for itself
             if self._called is not None and self._called is self._given_up_on:
                 return False
             if self._is_late and not is_last and not self._is_idle():
@@ -226,8 +226,8 @@ def _told(listener: Listener, event: Event) -> str:
 _all: WeakSet[Delivery] = WeakSet()
 
 
-# Runs after the exit handlers that finish saves and uploads, because these still post events. Exit handlers run in
-# reverse order of their registration, and the modules of saves and uploads are imported after this module.
+# Runs after the exit handlers that finish saves and uploads, because these handlers still post events. Exit handlers
+# run in reverse order of their registration, and the modules of saves and uploads are imported after this module.
 @atexit.register
 def _drain_all() -> None:
     until = time.monotonic() + DRAIN_WAIT_S

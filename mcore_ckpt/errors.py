@@ -1,7 +1,7 @@
 """Defines the errors that this package raises, and the records in which ranks send errors to each other.
 
 Every message says what happened, where (file, tensor, rank), and what to do. If an error happens on one rank, all ranks
-raise an error of the same type, so that a trainer can catch it on any rank.
+raise an error of the same type, so that a trainer can catch the error on any rank.
 
 All errors of public calls derive from CheckpointError:
 

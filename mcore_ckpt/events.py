@@ -2,7 +2,7 @@
 
 A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes listeners, and
 `mcore_ckpt.integrations.listeners` has ready-made ones. Events hold only numbers, strings and paths, so a listener may
-keep them, pickle them or send them elsewhere.
+keep an event, pickle it or send it elsewhere.
 
 | event | told by | when |
 |---|---|---|
@@ -65,8 +65,8 @@ class Phase:
     Attributes:
         name: `wait` (for an earlier save, or for the deletion of a step), `plan` (with the ranks' first round), `copy`,
             `write`, `export` (only with `hf_model`) or `commit` (with the wait for slower ranks).
-        start: when it began, in seconds since the epoch.
-        seconds: how long it took.
+        start: when the phase began, in seconds since the epoch.
+        seconds: how long the phase took.
     """
 
     name: str
@@ -79,9 +79,10 @@ class ErrorText:
     """An error as text without secrets. The error itself would keep the failed call's variables in memory.
 
     Attributes:
-        type: the full name of its class, such as mcore_ckpt.errors.CommitError.
-        message: its message.
-        stacktrace: its traceback, as Python prints it. Empty if it could contain a secret (uploads).
+        type: the full name of the error's class, such as mcore_ckpt.errors.CommitError.
+        message: the error's message.
+        stacktrace: the error's traceback, as Python prints it. Empty for uploads, because their tracebacks could
+            contain a secret.
     """
 
     type: str
@@ -99,7 +100,7 @@ class ErrorText:
 
     @classmethod
     def redacted(cls, error: BaseException, message: str) -> ErrorText:
-        """Describes an error by another message, because its own message and traceback may contain a password."""
+        """Describes an error by another message, because the error's own text may contain a password."""
         return cls(_full_name(type(error)), message)
 
 
@@ -173,14 +174,14 @@ class Skipped(Event):
 class Failed(Event):
     """A save, load or upload has failed. After a save, the previous checkpoint is intact.
 
-    An upload that failed because of the store is tried again after the next commit, so there can be several of these
+    An upload that failed because of the store is tried again after the next commit, so there can be several Failed
     events for one checkpoint. Their `step` is the newest step that was to be uploaded.
 
     Attributes:
         operation: what has failed.
         error: the error that the caller gets.
         seconds: the time from the call (of an upload: from the beginning of the try) to the failure.
-        phases: for a save, the phases that had begun. The last of them failed.
+        phases: for a save, the phases that had begun. The last of these phases failed.
     """
 
     operation: Literal["save", "load", "upload"]
@@ -212,7 +213,7 @@ class Deleted(Event):
 
     Attributes:
         seconds: how long the deletion took.
-        place: where it was deleted. The step may still be in the other place.
+        place: where the step was deleted. The step may still be in the other place.
     """
 
     seconds: float
@@ -224,7 +225,7 @@ class Uploaded(Event):
     """A checkpoint is complete in the remote store.
 
     Attributes:
-        nbytes: the size of the checkpoint's files.
+        nbytes: the size of the checkpoint's files in bytes.
         seconds: how long the successful try took.
     """
 

@@ -35,7 +35,7 @@ _NONES = ("none", "null", "~", "")
 def limited(
     default: Any, least: float | None = None, above: float | None = None, or_none: str = "", of: str = ""
 ) -> Any:
-    """Makes a field that is a number, or None if its type says so.
+    """Makes a field that is a number, or None if the field's type allows None.
 
     Args:
         default: the field's default.
@@ -55,7 +55,7 @@ def one_of(default: str, *others: str) -> Any:
 def checked(cls: type[T]) -> type[T]:
     """Makes a dataclass suggest the closest name for an unknown field, and hide secrets in its repr.
 
-    Use it above `@dataclass`. The class calls `check_fields` in `__post_init__`.
+    Use this decorator above `@dataclass`. The class must call `check_fields` in `__post_init__`.
     """
     make, shown = cls.__init__, cls.__repr__
 
@@ -73,7 +73,7 @@ def checked(cls: type[T]) -> type[T]:
 
 def unknown_text(unknown: Collection[object], known: Collection[str]) -> str:
     """Describes options that do not exist: "no option 'max_to_kep': did you mean 'max_to_keep'?"."""
-    import difflib  # commands start faster if this is not imported at their start
+    import difflib  # commands start faster if `difflib` is not imported at their start
 
     first = sorted(map(str, unknown))
     close = difflib.get_close_matches(first[0], known, n=1)
@@ -151,7 +151,7 @@ def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -
 
 
 def _meant(text: str, kind: type, optional: bool) -> Any:
-    """Returns the value that a word from YAML or the environment stands for; the word itself if it stands for none."""
+    """Returns the value that a word from YAML or the environment stands for; otherwise the word itself."""
     word = text.strip().lower()
     if optional and word in _NONES:
         return None

@@ -1,7 +1,8 @@
 """Refuses JSON that is small as text and large as Python objects, before a parser makes objects of it.
 
 An empty list takes three bytes of text and 64 bytes of memory. So the characters that begin or end a value are counted
-first, at the speed of memory. Honest text has few such characters, because a tensor's name, a path or a hash is long.
+first, which takes no longer than reading the text from memory. Honest text has few such characters, because a tensor's
+name, a path or a hash is long.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Shorter text is not looked at, because whatever it says takes at most a few MB.
+# Text of fewer bytes than this is not examined, because its values take at most a few MB of memory.
 SMALL_BYTES = 64 << 10
-# Longer text is held to a stricter bound (`Density.times`).
+# Text of more bytes than this must keep to a stricter bound (`Density.times`).
 LARGE_BYTES = 4 << 20
 # How many bytes of memory a parser takes for a string, a member, an object, a list and a value in a list or object
 # (CPython 3.11 to 3.13, on 64 bits): the objects, their places in the containers that hold them, and a pair for each
@@ -29,7 +30,7 @@ _LONG_STRING = 256 << 10
 
 _STRING = re.compile(rb'"[^"]*"')
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# A character because of which Python takes four bytes of memory for every character of the text.
+# Matches a character that makes Python take four bytes of memory for every character of the text.
 _WIDE = re.compile(rb"[\xf0-\xff][\x80-\xbf]*")
 
 
@@ -54,14 +55,14 @@ class Density:
     times: int | None = 4
 
 
-# Measured: text of a checkpoint has 13 bytes and more for each value, 19 for each member, 80 for each string.
+# Measured: text of a checkpoint has at least 13 bytes for each value, 19 for each member, 80 for each string.
 USUAL = Density()
 # Messages between ranks may be denser: for example, they have positions of files such as `[0,5],`.
 MESSAGES = Density(string=8, member=6, object=12, list=6, value=3, times=None)
 
 
 def loads(data: bytes | str, density: Density = USUAL, **options: Any) -> Any:
-    """Does what `json.loads` does with these options. Raises ValueError; TooDenseError if a text is refused unread."""
+    """Decodes JSON like `json.loads` with these options. Raises ValueError; TooDenseError if the text is too dense."""
     if isinstance(data, str):
         data = data.encode("utf-8", "surrogatepass")
     check(data, density)
@@ -75,8 +76,8 @@ def check(data: bytes, density: Density = USUAL) -> None:
     """Raises TooDenseError if a parser would take too much memory for a text."""
     if len(data) <= SMALL_BYTES:
         return
-    # Characters inside of strings look like characters outside. So a text that this count refuses is counted again
-    # without its strings.
+    # This count includes characters inside of strings. So a text that this count refuses is counted again without its
+    # strings.
     if not _fits(_counts(data), len(data), density):
         counts = [0] * 5
         for piece in without_strings(data):
@@ -97,7 +98,7 @@ def _fits(counts: list[int], nbytes: int, density: Density) -> bool:
     quotes, members, objects, lists, commas = counts
     strings = quotes // 2 - members
     if density.times is not None and nbytes > LARGE_BYTES:
-        # The text itself is in memory twice, as bytes and as characters.
+        # The text itself is in memory twice, as bytes and as characters, so its values may take only the rest.
         costs = zip((strings, members, objects, lists, commas), _COSTS, strict=True)
         return sum(count * cost for count, cost in costs) <= (density.times - 2) * nbytes
     return (
@@ -126,7 +127,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
     while start < len(data):
         piece = data[start : start + _PIECE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = data[start : start + len(piece) + 1]  # a backslash belongs to the next byte
+            piece = data[start : start + len(piece) + 1]  # keep a backslash and the next byte together
         start += len(piece)
         piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         before = b""

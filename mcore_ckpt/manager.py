@@ -68,10 +68,11 @@ class CheckpointManager:
     other ranks.
 
     With `async_save` the constructor starts a low-priority thread that prepares host memory for the copies of the
-    state. If `save` is called before all of the memory is ready, it copies only the files that fit into the ready part.
-    It writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for
+    state. A `save` that is called before all of the memory is ready copies only the files that fit into the ready part,
+    and writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for
     all of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also
-    copies a few bytes from that GPU, so that an installation that cannot copy from a GPU is refused now.
+    copies a few bytes from that GPU. If the copy fails, the constructor raises an error, so the training does not begin
+    without a working `save`.
 
     Args:
         root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has
@@ -79,8 +80,10 @@ class CheckpointManager:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         optimizer: the optimizer that `get_megatron_optimizer` returned, or None.
         lr_scheduler: an `OptimizerParamScheduler`, another object with state_dict and load_state_dict, or None.
-        role: the name of the trained model in its job, such as actor or critic. Its folder in each step has this name.
-        hf_config: a transformers config to write into the checkpoint, or None. `hf_model` needs it.
+        role: the name of the trained model in its job, such as actor or critic. The role's folder in each step has this
+            name.
+        hf_config: a transformers config to write into the checkpoint, or None. A save with `hf_model` needs this
+            config.
         processing_class: a transformers tokenizer or processor to write into the checkpoint, or None.
         config: the configuration. None: CheckpointConfig().
 
@@ -131,9 +134,9 @@ class CheckpointManager:
                 with agreement.call(_SETTING_UP):
                     self._set_up(agreement, failed, root, role, model, config, objects)
             except BaseException as error:
-                # Other ranks may have a manager already. Make its first call fail, because it would otherwise wait for
-                # this rank.
-                with suppress(RuntimeError):  # the store is gone
+                # Another rank may have its manager already. Make the first call of that manager fail, because the call
+                # would otherwise wait for this rank.
+                with suppress(RuntimeError):  # the key-value store is gone
                     agreement.fail_next_round(_SETTING_UP, error)
                 raise
             failed.pop_all()
@@ -195,25 +198,26 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         prepared: Callable[[], object] | None = None,
     ) -> SaveHandle:
-        """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
+        """Saves the state that `save_contents` names. Every rank calls `save`, at the same point of training.
 
-        Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
-        With a fast tier, the checkpoint is committed on the nodes. If the step is durable and `async_save` is off,
-        `save` returns only when the step is in the root, too, or when the machine is about to go (`PreemptionGuard`).
+        Returns when the checkpoint is committed. With `async_save`, returns as soon as the training state may change
+        again. With a fast tier, the checkpoint is committed on the nodes. If the step is durable and `async_save` is
+        off, `save` returns only when the step is in the root, too, or when the machine is about to go
+        (`PreemptionGuard`).
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
                 committed.
             extra_state: this rank's data position, counters and so on: containers, numbers, strings, tensors and NumPy
                 arrays (docs/format.md lists the types). Values come back with their types. The extra state may differ
-                between ranks. A `ShardedPosition` in it is divided anew under another data-parallel size. `extra_state`
-                may also be a function that returns this state. If the function raises on one rank, all ranks raise a
-                CommitError. If code before the call of `save` raises on one rank instead, the other ranks wait for this
-                rank until `timeout_s`.
+                between ranks. A `ShardedPosition` in the extra state is divided anew under another data-parallel size.
+                `extra_state` may also be a function that returns this state. If the function raises on one rank, all
+                ranks raise a CommitError. If code before the call of `save` raises on one rank instead, the other ranks
+                wait for this rank until `timeout_s`.
             roles: the roles that this step consists of. None: `config.roles`.
             path: the folder to write. None: `<root>/global_steps_{step}/{role}`. Folders of two other forms are also
                 part of a step: `<root>/global_step_{step}/{role}` and, for steps with one role,
-                `<root>/global_step_{step}`. Both may have `checkpoint-{step}` in place of `global_step_{step}`. A
+                `<root>/global_step_{step}`. Both forms may have `checkpoint-{step}` in place of `global_step_{step}`. A
                 checkpoint in any other folder is equally safe, but is not part of a step: the tracker does not name it,
                 `load()` and `max_to_keep` ignore it, and it is not uploaded to the remote store. Files that a trainer
                 has put into the folder stay, unless the save writes a file or folder with the same name
@@ -232,7 +236,7 @@ class CheckpointManager:
             save may have been skipped: see `SaveHandle.skipped`.
 
         Raises:
-            CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
+            CommitError: a rank failed, died or was late. All ranks raise this error, and the previous checkpoint stays.
             InvalidStateError: this process is a forked child of the process that has made the manager, or `save` is
                 called by a function that was attached with a part.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. A NoRoomError
@@ -263,9 +267,9 @@ class CheckpointManager:
     def attach(self, name: str, *, save: Any = None, load: Load | None = None, optional: bool = False) -> None:
         """Attaches a part: state outside the model that belongs to each step, such as a replay buffer.
 
-        From now on, each `save` also saves the part, and each `load` loads it, with the weights of the same step or not
-        at all. All ranks may attach parts, or only some of them. Parts need the word 'extra' in `save_contents` and
-        `load_contents`.
+        From now on, each `save` also saves the part, and each `load` loads the part from the step whose weights it
+        loads, never from another step. All ranks may attach parts, or only some of them. Parts need the word 'extra' in
+        `save_contents` and `load_contents`.
 
         Args:
             name: the part's name, which is the name of its folder: letters, digits, '_', '-' and '.'.
@@ -273,20 +277,21 @@ class CheckpointManager:
                 or folder, which is moved. `save` can also be a function that gets a new folder, may write files into
                 it, and returns None or one of these values. `CheckpointManager.save` calls the function on the
                 trainer's thread, and training waits for it. If the function returns a second function, the second
-                function is called without arguments while the training continues. It may return None or one of these
-                values. Files that are copied must not change before the save is committed. Functions must return within
-                `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
+                function is called without arguments while the training continues. The second function may return None
+                or one of these values. Files that are copied must not change before the save is committed. Functions
+                must return within `CheckpointConfig.timeout_s`, because the other ranks do not wait longer. None: this
+                rank saves nothing.
             load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
                 been loaded. The function gets the saved part (`state.SavedPart`), which has what each rank has saved.
                 None: this rank loads nothing.
             optional: whether a load may leave the part out, because the step does not have it or because
                 `load_contents` does not have the word 'extra'. The function `load` is then not called. A checkpoint of
-                another program has no parts. It is loaded in any case, with a warning that names the parts that are not
-                optional.
+                another program has no parts. Such a checkpoint is loaded in any case, with a warning that names the
+                parts that are not optional.
 
         Raises:
             InvalidArgumentError: the name cannot be used or is used already, or neither `save` nor `load` is given.
-            InvalidTypeError: `save` or `load` is of another type.
+            InvalidTypeError: `save` or `load` has a type that is not allowed.
 
         Example:
             >>> def load(saved):
@@ -313,19 +318,19 @@ class CheckpointManager:
         verify: str = "read",
         check_extra: Callable[[Mapping[str, Any] | None], object] | None = None,
     ) -> LoadResult:
-        """Loads the contents that `load_contents` names. Every rank calls it.
+        """Loads the contents that `load_contents` names. Every rank calls `load`.
 
         Args:
             step: the step to load.
             path: the role's folder to load, instead of a step. Without `step` and `path`, the newest complete step is
-                loaded, or the next older one if the newest is damaged.
+                loaded, or the next older complete step if the newest is damaged.
             verify: "read": the CRC of each block is checked before the block's bytes are used. "full": the CRCs of all
                 files of the checkpoint are checked first, even of files that no rank needs, so that a damaged
                 checkpoint changes nothing. "off": no CRC of a tensor is checked, only sizes, indexes and small files.
                 Checkpoints of other programs have no CRCs, so `verify` makes no difference for them.
             check_extra: a function that is called with this rank's extra state (None if there is none) before anything
-                changes. The function may run on another thread. If it raises a CheckpointError on one rank, all ranks
-                raise this error. The function is not called for a checkpoint of another program.
+                changes. The function may run on another thread. If the function raises a CheckpointError on one rank,
+                all ranks raise this error. The function is not called for a checkpoint of another program.
 
         Returns:
             The step, the extra state that this rank gave to `save`, and a report.
@@ -391,40 +396,42 @@ class CheckpointManager:
         return self._trainer.config.load_contents
 
     def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
-        """Returns rank 0's answer on every rank. Every rank calls it with the same request.
+        """Returns rank 0's answer on every rank. Every rank calls `agree` with the same request.
 
         Args:
             topic: what is being agreed on, for messages.
-            request: plain JSON values that are the same on all ranks, or a function that returns them. Such a function
-                can first check conditions that may fail on a single rank.
+            request: plain JSON values that are the same on all ranks, or a function that returns such values. The
+                function can first check conditions that may fail on a single rank.
             answer: returns plain JSON values. `answer` is called only on rank 0.
 
         Raises:
             AgreementError: the requests differ, a rank is missing, or `request` or `answer` raised something other than
                 a CheckpointError.
-            CheckpointError: `request` raised it on some rank, or `answer` raised it. All ranks raise the same type.
+            CheckpointError: `request` raised this error on some rank, or `answer` raised it on rank 0. All ranks raise
+                an error of the same type.
         """
         self._check_process()
         return agree(self._trainer.agreement, topic, request, answer)
 
     def save_control(self) -> SaveControl:
-        """Returns what a new `PreemptionGuard` needs of this manager. Every rank calls it equally often."""
+        """Returns what a new `PreemptionGuard` needs from this manager. Every rank calls this method equally often."""
         agreement = self._trainer.agreement
         open_own = partial(agreement.for_thread, f"preemption-{next(self._guards_made)}")
         return SaveControl(self.role, agreement, self._context.commits, self._background, self._destination, open_own)
 
     def _call(self, topic: str) -> AbstractContextManager[None]:
-        """Makes all that happens in the `with` block one call of all ranks (`Agreement.call`)."""
+        """Returns a context in which all that happens counts as one call of all ranks (`Agreement.call`)."""
         self._check_process()
         return self._trainer.agreement.call(topic)
 
     def latest_step(self) -> int | None:
         """Returns the newest complete step of this role, local or in the remote store; None if there is none.
 
-        The result is what this rank sees. The ranks do not agree on it, and the checkpoint's bytes are not checked.
+        The result is what this rank sees. The ranks do not agree on the result, and the checkpoint's bytes are not
+        checked.
 
         Raises:
-            RemoteError: there is no local step, and the store, which may have a step, does not answer.
+            RemoteError: there is no local step, and the remote store, which may have a step, does not answer.
         """
         self._check_process()
         roles, here = (self._trainer.role,), steps.list_steps(self._trainer.root)
@@ -433,7 +440,7 @@ class CheckpointManager:
         return next((each.step for each in choose(everywhere, roles).steps), None)
 
     def remote_steps(self, step: int | None, required: bool) -> list[RemoteStep]:
-        """Returns the steps in the remote store, the oldest first, as this rank sees them; none without a store.
+        """Returns the steps that this rank sees in the remote store, the oldest first; an empty list without a store.
 
         Args:
             step: the only step to look for. None: all steps.
@@ -475,8 +482,8 @@ class CheckpointManager:
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
-        Call it before your own code changes parameters. `optimizer.step()`, parameter gathers and loading call it
-        themselves. If no copy is under way, nothing happens. The host does not wait, unless the stream is being
+        Call this method before your own code changes parameters. `optimizer.step()`, parameter gathers and loading
+        already call it. If no copy is under way, nothing happens. The host does not wait, unless the stream is being
         captured into a CUDA graph. A graph that changes parameters must be replayed after a call of `before_step`.
 
         Raises:
@@ -486,11 +493,11 @@ class CheckpointManager:
         self._context.host_images.hold()
 
     def wait(self) -> None:
-        """Waits until no save is under way and no old step is being deleted. Every rank calls it.
+        """Waits until no save is under way and no old step is being deleted. Every rank calls `wait`.
 
         With a fast tier, every rank also waits until no step is being copied to other nodes or to the root. Rank 0 also
-        waits for uploads, for at most `upload_timeout_s`. Every rank with listeners waits until these have got all
-        events, for at most ten seconds.
+        waits for uploads, for at most `upload_timeout_s`. Every rank with listeners waits until its listeners have got
+        all events, for at most ten seconds.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet.
@@ -521,7 +528,7 @@ class CheckpointManager:
         self._background.wait_until_idle()
         self._guards.remove()
         self._closed = True
-        with ExitStack() as last:  # the last callback runs first, and all run even if one fails
+        with ExitStack() as last:  # the last callback runs first, and all callbacks run even if one fails
             last.callback(self._background.raise_failure)
             last.callback(self._closing.close)
             last.callback(self._remove_interrupted)
@@ -542,7 +549,8 @@ class CheckpointManager:
             nbytes = estimated_bytes(self._trainer, self._destination.writers_of)
             self._context.host_images.prepare(nbytes, has_weights_on_gpu(self._trainer.chunks))
         except CheckpointError as error:
-            # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see it.
+            # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see the
+            # error.
             logger.debug("host memory is not prepared: %s", error)
 
     def _check_contents(self, field: str) -> None:

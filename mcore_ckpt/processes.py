@@ -2,9 +2,9 @@
 
 A child (a data loader's worker, or a process made by `multiprocessing` or `os.fork`) has a copy of every object, but
 none of the threads. A lock that a thread held at the fork is held for ever in the child. Sockets, locks on files and
-keys in the job's store still belong to the parent. So the child must not use these objects, not even at its end, when
-it runs our exit handlers. Therefore the lists of unfinished work are empty in the child, locks are new, and the
-parent's objects refuse to be used.
+keys in the job's key-value store still belong to the parent. So the child must not use these objects, not even at its
+end, when it runs our exit handlers. Therefore the lists of unfinished work are empty in the child, locks are new, and
+the parent's objects refuse to be used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Kept = TypeVar("Kept", bound=_Clearable)
 def emptied_in_child(kept: Kept) -> Kept:
     """Empties `kept`, a collection of objects with threads or locks, in each forked child. Returns `kept`.
 
-    So exit handlers, which also run in a child, wait there only for objects that the child has made.
+    So exit handlers, which also run in a child, wait only for objects that the child itself has made.
     """
     os.register_at_fork(after_in_child=kept.clear)
     return kept

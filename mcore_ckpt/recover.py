@@ -73,7 +73,7 @@ def recover(
     *,
     retries: int = 1,
 ) -> Recovery:
-    """Loads all managers from the same step. Every rank calls it, with the same arguments.
+    """Loads all managers from the same step. Every rank calls `recover`, with the same arguments.
 
     If a role's part of a step is damaged, all roles load the next older step. A step is passed over if retention has
     removed its optimizer, and a manager would load the optimizer. Failures that may be temporary (a rank is late, a
@@ -107,7 +107,7 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
-    with ExitStack() as calls:  # if a rank stops, the other ranks learn of it, whichever role they are loading
+    with ExitStack() as calls:  # a rank that stops tells the other ranks, whichever role these ranks are loading
         for manager in by_role.values():
             calls.enter_context(manager._call("resuming"))
         return _recovered(by_role, resume, retries)
@@ -275,7 +275,7 @@ def _newest(
     """Loads the newest step that can be loaded.
 
     Args:
-        steps: the steps to try, in this order, each with the folders to lock meanwhile.
+        steps: the steps to try, in this order, each with the folders to lock while the step is loaded.
         lost: why newer steps are not tried.
         last_resort: advice for the case that no step can be loaded; empty if there is no advice.
     """

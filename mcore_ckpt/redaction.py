@@ -4,10 +4,10 @@
 people also write passwords with `/`, `?` or `@` into URLs. When in doubt, `redacted` removes too much rather than too
 little.
 
-Error messages pass through `redacted` in `CheckpointError.__init__`. Records for other ranks pass through it in
+Error messages pass through `redacted` in `CheckpointError.__init__`. Records for other ranks pass through `redacted` in
 `errors.to_record`, and records for listeners in `ErrorText`. `redacted` also cleans tracebacks in logs, the config's
 `repr`, mount options and the arguments that argparse quotes. A store also passes the secrets of its URL to `redacted`,
-because libraries quote them without the URL.
+because libraries quote these secrets without the URL.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ MASK = "***"
 _NO_QUERY = "?..."
 _LEAST_SECRET = 3  # the text of a shorter secret may be a part of ordinary words
 
-# Characters of URLs, also percent-encoded, once or several times, and with JSON's escaped slashes.
+# Match characters of URLs, which may be percent-encoded (once or several times) or have JSON's escaped slashes.
 _AT = r"(?:@|%(?:25)*40)"
 _IS = r"(?:=|%(?:25)*3D)"
 _START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
-# A URL inside of a URL follows one of these. Any other `:/` can belong to a password.
+# A URL inside of a URL follows one of these texts. Any other `:/` can belong to a password.
 _BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")
 _ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
 # Characters that follow a URL in a sentence.
 _PUNCTUATION = re.compile(r"(?<![).,;:?!\]}])[).,;:?!\]}]+$")
 _QUERY = re.compile(r"\?|#|%(?:25)*3F", re.IGNORECASE)
-# Text after a `#` is a query only if it has a `?` or a `=`. Otherwise it is part of a path.
+# Text after a `#` is a query only if it has a `?` or a `=`. Otherwise the text is part of a path.
 _FILLED = re.compile(rf"\?|{_IS}", re.IGNORECASE)
 _PARAMETER = re.compile(rf"(?:;|%(?:25)*3B)[\w.-]+{_IS}[^/?#;]*", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(?:[^/?#\\]|\\(?!/))*")
 _USER = re.compile(rf".*{_AT}", re.DOTALL)
 _USER_END = re.compile(rf"{_AT}$")
 # Matches a host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a
-# bucket. Any other text with a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
+# bucket. Any other text with a `:` counts as a user with a password that has a `/`, `?` or `#`. A port has two digits
+# or more.
 _HOST = re.compile(r"[^:]*(?::\d{2,5}|::)?|\[[0-9A-Fa-f:.%]*\](?::\d*)?|arn:.*", re.DOTALL)
 _PORT = re.compile(r":\d*$")
-# In URLs of these schemes, the text before an `@` is a user only if it has a password. Otherwise it is part of a path
-# or, in Azure's URLs, a container.
+# In URLs of these schemes, the text before an `@` is a user only if it has a password. Otherwise the text is part of a
+# path or, in Azure's URLs, a container.
 _WITHOUT_USER = ("file:", "local:", "abfs:", "abfss:", "wasb:", "wasbs:", "az:")
 
-# The names of options, headers and parameters that hold secrets. Other names that end in `_token` are not secrets:
-# models have many such options.
+# The names of options, headers and parameters that hold secrets. Other names that end in `_token` are not included,
+# because models have many such options without secrets.
 _NAME = r"""(?:[\w.-]{0,40}?(?:
       secret(?:[_.-]?(?:access[_.-]?)?(?:key|token))? | passw(?:or)?d | passphrase
     | (?:access|account|api|auth|shared|private|encryption|storage|signing|session|master
@@ -55,7 +56,8 @@ _NAME = r"""(?:[\w.-]{0,40}?(?:
         )[_.-]?token
     | signature | credentials? | connection[_.-]?string | authorization | jsessionid | phpsessid)
   | (?<![\w.-])(?:token|auth|pass|sig|sas|pwd|delegation|sessionid|session_id|cookie))"""
-# Each of the names contains one of these words. Nearly all texts contain none of them, and are searched quickly.
+# Each of the names contains one of these words. Nearly all texts contain none of these words, so this quick search is
+# enough for them.
 _WORD = re.compile(
     r"secret|pass|key|token|sig|cred|connection|auth|sess|sas|pwd|delegation|cookie|bearer", re.IGNORECASE
 )
@@ -84,7 +86,7 @@ _TOKEN = re.compile(
 )
 _RELATIVE_QUERY = re.compile(rf"\?(?=[\w.%-]+{_IS})[^\s'\"<>`]*")
 # A user and a password in front of a host, without a scheme. The password may have a `/`. But if the user follows a
-# `/`, or the password begins like a port, a `/` begins a path.
+# `/`, or the password begins like a port, then a `/` begins a path.
 _USER_AND_PASSWORD = re.compile(
     rf"(?:(?<![^\s'\"=(,\[/])[^\s:/@'\"=(,]{{1,64}}:[^\s/'\"]{{1,256}}"
     rf"|(?<![^\s'\"=(,\[])[^\s:/@'\"=(,]{{1,64}}:(?![/:]|\d{{2,5}}/)(?:(?!:/)[^\s'\"]){{1,256}}){_AT}(?=[\w\[])"
@@ -168,7 +170,7 @@ def _masked(text: str) -> str:
         stop = starts[number + 1].start() if number + 1 < len(starts) else len(url)
         part = start[0] + _without_user(url[start.end() : stop], start[0])
         rest = _QUERY.search(part)
-        # Everything that follows may belong to the query, also another URL.
+        # All text that follows may belong to the query, even another URL, so all of it is removed.
         if rest is not None and _FILLED.search(part, rest.start()):
             return shown + _PARAMETER.sub(f";{MASK}", part[: rest.start()]) + _NO_QUERY + after
         shown += _PARAMETER.sub(f";{MASK}", part)

@@ -28,14 +28,14 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
 
 
 class Copied(Protocol):
-    """The attribute of a step's copies on other nodes that a Schedule reads. `CopyHandle` has it."""
+    """The attribute of a step's copies on other nodes that a Schedule reads. `CopyHandle` has this attribute."""
 
     @property
     def done(self) -> bool: ...
 
 
 class Saved(Protocol):
-    """The attributes of a save's handle that a Schedule reads. `SaveHandle` has them."""
+    """The attributes of a save's handle that a Schedule reads. `SaveHandle` has these attributes."""
 
     @property
     def has_begun(self) -> bool: ...
@@ -87,11 +87,12 @@ class Frequency:
 class Schedule:
     """Counts epochs, steps and seconds. Each of the three counts begins again when it has caused a save.
 
-    Call `saved` after each save. Then a save that was skipped, refused, or has raised an error is due again at the next
-    step. A continuous schedule learns from `saved` which save must be done before it saves again.
+    Call `saved` after each save. Then a save that was skipped or refused, or that raised an error, is due again at the
+    next step. A continuous schedule learns from `saved` which save must be done before the next save is due.
 
     Args:
-        frequency: how often to save. `state_dict` does not contain it, so a restart uses the new configuration.
+        frequency: how often to save. `state_dict` does not contain the frequency, so a restart uses the new
+            configuration.
         clock: returns seconds, which never decrease. The time between the end of a training and its restart is not
             counted.
 
@@ -113,7 +114,7 @@ class Schedule:
         self._last: Saved | None = None
 
     def due(self, epochs: int = 0, steps: int = 1, agree: Agree | None = None) -> bool:
-        """Returns True if it is time to save. Call it once after every step, on every rank.
+        """Returns True if it is time to save. Call `due` once after every step, on every rank.
 
         A continuous schedule that knows of no save is always due.
 
@@ -127,8 +128,8 @@ class Schedule:
             InvalidArgumentError: this process is one of several ranks, and `agree` is None, but `secs`, `minutes` or
                 `continuous` may cause a save. Clocks and the end of a save differ from rank to rank. If only one rank
                 asks, and tells the other ranks, pass `alone`.
-            CheckpointError: `agree` raised it, for example because the ranks are not at the same step. The counts have
-                not changed.
+            CheckpointError: `agree` raised this error, for example because the ranks are not at the same step. The
+                counts have not changed.
         """
         for name, value in (("epochs", epochs), ("steps", steps)):
             check_value(name, value, int, {"least": 0})
@@ -150,7 +151,7 @@ class Schedule:
         return any(fired.values())
 
     def saved(self, handle: Saved | None) -> None:
-        """Notes the save that the last `due` has caused. Every rank calls it.
+        """Notes the save that the last `due` has caused. Every rank calls `saved`.
 
         If nothing was saved, the counts go on as if that `due` had been false, so the next `due` is true.
 

@@ -71,7 +71,7 @@ def local_path(path: object, name: str) -> Path:
 
 
 def is_url(text: str) -> bool:
-    """Returns True for a URL, also for one with too few slashes."""
+    """Returns True for a URL, also for a URL with too few slashes."""
     return _URL.match(text) is not None
 
 

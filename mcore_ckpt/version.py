@@ -1,3 +1,3 @@
-"""The version of the package. pyproject.toml and `mcore_ckpt.__version__` read it from here."""
+"""The version of the package. pyproject.toml and `mcore_ckpt.__version__` read this number."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Builds and parses all names of files and folders on disk. No other module spells them out. See docs/format.md."""
+"""Builds and parses all names of files and folders on disk. No other module does this. See docs/format.md."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# This file holds the identity of a run. It is in each place that the run owns: a root, a remote store, or a folder of
-# `run_home`.
+# This file holds the identity of a run. Each place that the run owns has such a file: a root, a remote store, or a
+# folder of `run_home`.
 RUN_FILE = ".run.json"
-# This file exists only in staging folders. It is a manifest of the files from which the save exports its HuggingFace
-# model.
+# This file is a manifest of the files from which the save exports its HuggingFace model. It exists only in staging
+# folders.
 WRITTEN_FILE = ".written.json"
 # The name of the record that contains the index. The record is in a `.pt` file of this package, which is a zip archive.
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
@@ -67,7 +67,8 @@ _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _ROLE_LENGTH = 128
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.+)")
-# Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
+# Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B"), so the
+# pattern accepts all characters except `/`.
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 # Matches the name of a note that lists the files handed over with a save.
 _HANDED_OVER_NOTE = re.compile(r"\.([^/]+)\.handed_over-([0-9a-f]+)-[0-9]{5,9}\.json")
@@ -108,7 +109,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the folders of each step below `root`, by step. If a step has several, `global_steps_<step>` is first."""
+    """Returns the folders of each step below `root`, by step. Of several folders, `global_steps_<step>` is first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:
@@ -272,7 +273,7 @@ def partial_file(role_dir: Path, path: str, position: int) -> Path:
 
     The hidden file is in the first folder of `path`. No file of a checkpoint has such a name in this folder: only files
     of parts can have any name, and files of parts are in deeper folders. `path` is the copied file's path in the role's
-    folder, `position` its position in the manifest's list of files.
+    folder, and `position` is this file's position in the manifest's list of files.
     """
     return role_dir / Path(path).parts[0] / f".copy-{position}.partial"
 

@@ -34,7 +34,7 @@ _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 
 _MAX_CRC = 2**32 - 1
-# Below this many CRCs, a tuple takes less memory than a `Crcs`.
+# Below this many CRCs, a tuple takes less memory than a `Crcs`, so a tuple is used.
 _FEW = 8
 # The region of a scale, which is one number for all elements of a shard.
 SCALE_REGION = Region.whole((1,))
@@ -49,7 +49,7 @@ Regions = dict[bytes, Region]
 class Crcs(Sequence[int]):
     """The CRC-32 of each block of a shard. A `Crcs` is equal to a tuple of the same numbers.
 
-    Each number takes 4 bytes; in a tuple it would take 40.
+    Each number takes 4 bytes; in a tuple it would take 40 bytes.
     """
 
     __slots__ = ("_numbers",)

@@ -15,8 +15,8 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.sharding.plan import StoredShard
 
-# Patterns of the entries that `encode_index` writes. They are used only for an index without escapes, where every quote
-# begins or ends a string. If a pattern matches wrongly, the decoder refuses the entry.
+# Patterns of the entries that `encode_index` writes. The patterns are used only for an index without escapes, where
+# every quote begins or ends a string. If a pattern matches wrongly, the decoder refuses the entry.
 _INTS, _PIECES, _TEXT, _INT = r"\[[0-9,]*\]", r"\[[0-9,\[\]]*\]", '"[^"]*"', "([0-9]{1,19})"
 _KIND, _NAME = (f'"{member}":"([^"]*)",' for member in ("kind", "name"))
 _REGION = f'(?:"flat":{_INTS},)?"global_shape":{_INTS},{_KIND}"local_shape":{_INTS},{_NAME}'
@@ -64,7 +64,7 @@ class IndexEntries:
         places = self._places.get(name)
         if places is not None:
             self._decoded[name] = self._decode(_text_of(self._data, places, self._middle, self._behind))
-            # Another thread may have decoded the same entries, and removed their places.
+            # The places may be gone already, because another thread has decoded the same entries.
             self._places.pop(name, None)
         return self._decoded.get(name, _NOTHING)
 
@@ -83,8 +83,8 @@ _Places = tuple[int, ...]
 def _places_by_name(data: bytes, payload_end: int) -> dict[str, _Places] | None:
     """Returns the places of each tensor's entries in the text of an index.
 
-    Returns None if the index must be decoded as a whole: it contradicts itself, or `encode_index` would write it in
-    another way, or a name in it has an escape.
+    Returns None if the index must be decoded as a whole, because the index contradicts itself, differs from the text
+    that `encode_index` would write, or has a name with an escape.
     """
     head_end, tensors_end = data.find(_BETWEEN), data.rfind(_BEHIND)
     if b"\\" in data or not data.startswith(_BEFORE) or head_end < 0 or data[tensors_end:] not in _ENDS:

@@ -39,7 +39,7 @@ Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
 class NewerFormatError(ValueError):
-    """The manifest has a format version that is newer than this package."""
+    """The manifest has a newer format version than this package can read."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class ManifestSummary:
-    """The part of a manifest that a listing needs. Its size does not grow with ranks, tensors and files.
+    """The part of a manifest that a listing needs. The number of ranks, tensors and files does not change its size.
 
     `metrics` also has the metrics that were set after the save. `dropped` has the contents that retention has removed.
     """
@@ -214,7 +214,7 @@ class ManifestSummary:
 
     @property
     def number(self) -> int:
-        """The number of the checkpoint's commit; the step if an older version saved the checkpoint without a commit."""
+        """The commit's number; for a checkpoint that an older version saved without such a number, the step."""
         return self.step if self.commit is None else self.commit.number
 
 
@@ -245,7 +245,8 @@ def encode_readable(manifest: Manifest) -> bytes:
 
 
 def _encode(manifest: Manifest, ranks: Sequence[_Rank], entries: Sequence[Entry]) -> bytes:
-    # `asdict` would copy every value of thousands of ranks and files, which takes longer than everything else here.
+    # Use `vars`, because `asdict` would copy every value of thousands of ranks and files, which takes longer than the
+    # rest of this function.
     record = {**vars(manifest), "format": FORMAT, "format_version": manifest.format_version}
     record["topology"] = vars(manifest.topology)
     record["ranks"] = ranks
@@ -418,7 +419,7 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
         parts[name], least = [], 0
         for run in fields.get_list(record, name):
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
-            # The ranks are those of the original save. A step that was resharded later may have fewer ranks, so the
+            # These are the ranks of the original save. A step that was resharded later may have fewer ranks, so the
             # check does not use the manifest's own number of ranks.
             if not least <= first <= last < limits.PART_RANKS:
                 raise fields.FieldError(

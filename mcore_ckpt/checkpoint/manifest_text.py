@@ -2,7 +2,7 @@
 
 Most of a large manifest consists of the entries of files. Most of an entry consists of `holds`, the list of the tensors
 in the file. Many files hold the same tensors, so each distinct `holds` is encoded once and decoded once. Encoding and
-decoding make no large objects besides the result, and let other threads, such as the training, run in between.
+decoding make no large objects except the result, and let other threads, such as the training, run in between.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _OUT_OF_ORDER = -1
 class Holds(Sequence[tuple[int, int]]):
     """The tensors in a file, as ranges `(first, last)` of positions in the manifest's `tensors`.
 
-    A range includes `last`, and takes 8 bytes of memory. The ranges do not change, so the number of tensors in them and
-    their JSON text are computed only once for all saves.
+    A range includes `last`, and takes 8 bytes of memory. The ranges never change, so their JSON text and the number of
+    their tensors are computed only once for all saves.
     """
 
     __slots__ = ("_count", "_text", "ends")
@@ -240,8 +240,8 @@ def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
 
 
 def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
-    # The large members use `typed_json.encode`, which is faster. They consist of names and whole numbers, which both
-    # encoders encode alike.
+    # The large members use `typed_json.encode`, which is faster. The large members consist of names and whole numbers,
+    # which both encoders encode alike.
     encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
     return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
 

@@ -29,10 +29,10 @@ def read_metrics(given: object) -> tuple[dict[str, float], list[str]]:
         given: the metrics by name: Python numbers, or scalars of NumPy or torch.
 
     Returns:
-        The metrics, and the names of those that are NaN or infinite, which count as missing.
+        The metrics, and the names of metrics that are NaN or infinite. Such metrics count as missing.
 
     Raises:
-        InvalidTypeError: `given` is no mapping, or a value is no number.
+        InvalidTypeError: `given` is not a mapping, or a value is not a number.
         InvalidArgumentError: there are too many metrics, or a name is not a short, printable text.
 
     Example:

@@ -6,13 +6,13 @@ of these fields as facts, and a load compares the facts. This module only reads 
 configs of megatron-core 0.15 to 0.19, from Megatron-Bridge's providers, which have more fields, and from the configs
 that transformers gives to vision towers.
 
-All fields that the model reads are stored, not only those that differ from their defaults, because another version of
+All fields that the model reads are stored, not only fields that differ from their defaults, because another version of
 megatron may have other defaults. The rotary frequencies are read from the live tensor, because attributes do not
 determine them: HybridModel does not keep the base, GPTModel does not keep the factor of the scaling, and some trainers
 write other frequencies into the tensor. Some tools cut tensors by the `config.json` of a checkpoint: `merge`, a
 conversion for another trainer, and the export of a save. These tools first compare `config.json` with the facts
-(`models/stated_facts.py`). They refuse a `config.json` with other attention heads, because the rows of the cut tensors
-would be in another order.
+(`models/stated_facts.py`). The tools refuse a `config.json` with other attention heads, because the rows of the cut
+tensors would be in another order.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ _SHOWN_BY_TENSORS = "share_embeddings_and_output_weights"
 
 _FIELDS_OF_LATENT = ("rotary_base", "rotary_percent")
 
-# Frequencies may come from buffers that were cast to bfloat16.
+# The relative difference up to which two frequencies count as equal. It is large, because frequencies may come from
+# buffers that were cast to bfloat16. `_TOLERANCE` is for all other numbers.
 _FREQUENCY_TOLERANCE = 1e-2
 _TOLERANCE = 1e-6
 
@@ -256,16 +257,16 @@ class DifferentFact:
 def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts of one language model, or of one tower.
 
-    `transformer` is megatron's `TransformerConfig`, another config with such fields, or the fields as a mapping.
-    `arguments` are the arguments of megatron's model, such as `rotary_base`.
+    `transformer` is megatron's `TransformerConfig`, another config with the same fields, or a mapping with these
+    fields. `arguments` are the arguments of megatron's model, such as `rotary_base`.
     """
 
     def raw(name: str) -> Any:
         is_mapping = isinstance(transformer, Mapping)
         found = transformer.get(name, _UNKNOWN) if is_mapping else getattr(transformer, name, _UNKNOWN)
         given = arguments.get(name)
-        # Latent attention rotates by these fields of the config and ignores the arguments (`MultiLatentAttention`, 0.16
-        # to 0.19).
+        # Latent attention rotates by the config's fields in `_FIELDS_OF_LATENT` and ignores the arguments
+        # (`MultiLatentAttention`, 0.16 to 0.19).
         overrides = name not in _FIELDS_OF_LATENT or found is _UNKNOWN or not raw("multi_latent_attention")
         return given if given is not None and overrides else found
 
@@ -414,7 +415,7 @@ def _skipping(of: _Values, freq: Any) -> Any:
 
 
 def _without_rope(of: _Values, freq: Any) -> Any:
-    """Returns the layers that do not rotate, one number for each layer (`TransformerConfig`, 0.16 to 0.19)."""
+    """Returns a number for each layer: 1 if the layer does not rotate, else 0 (`TransformerConfig`, 0.16 to 0.19)."""
     layers = _skipping(of, freq)
     if isinstance(layers, list) and layers is not freq:
         layers = [1 - rotates for rotates in layers]
@@ -448,7 +449,8 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
     "no_rope_freq": _without_rope,
-    # The results for tokens that are not padding do not depend on whether the mask hides padding.
+    # A mask that also hides padding gives real tokens the same results as a mask without this effect, so both count as
+    # equal.
     "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,

@@ -16,13 +16,13 @@ from mcore_ckpt.io import json_fields as fields
 # Commit numbers, as ascending ranges `(first, last)` that include `last`.
 Ranges = tuple[tuple[int, int], ...]
 # The largest number of ranges in a commit's branch. When a training goes back to an earlier checkpoint, its branch gets
-# one more range. If there are too many, the oldest ranges are dropped.
+# one more range. If there are more ranges, the oldest are dropped.
 MOST_RANGES = 256
 
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step, saved by another run, with which a run began.
+    """The step of another run with which a run began.
 
     `run` is the other run's id; empty if the other run had no id.
     """
@@ -60,7 +60,7 @@ class Commit:
             again gets a new number.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
         branch: the numbers of the commits that led to this commit, and this commit's own number. Earlier commits whose
-            numbers are missing here were given up, or are so old that their range was dropped.
+            numbers are missing in `branch` were given up, or are so old that their range was dropped.
     """
 
     number: int

@@ -25,7 +25,7 @@ class ArchiveError(ValueError):
     """A file is not what `torch.save` writes, was cut, or contradicts itself."""
 
 
-@dataclass(slots=True)  # not frozen, because copies with `next_at` would take a third more memory
+@dataclass(slots=True)  # not frozen: `_placed` sets `next_at`, because copies would take a third more memory
 class _Entry:
     """The zip directory's entry for one record.
 
@@ -49,7 +49,7 @@ class PtArchive:
     def __init__(self, read_at: ReadAt, size: int) -> None:
         self._read_at = read_at
         directory_at, directory_bytes, count = _find_directory(read_at, size)
-        # Besides its entry, every record has a header. So the size of the file limits the number of entries.
+        # Every record has an entry and a header, so the size of the file limits the number of entries.
         if count * (zf.LOCAL_HEADER.size + zf.DIRECTORY_ENTRY.size) > size:
             raise ArchiveError(f"its end record gives {count} entries, more than {size} bytes can have")
         entries = list(islice(_entries(read_at(directory_at, directory_bytes), directory_at), count + 1))
@@ -70,7 +70,7 @@ class PtArchive:
         return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns the offset and the number of a record's bytes. `name` leaves out the archive's top folder."""
+        """Returns the offset and size, in bytes, of a record's content. `name` leaves out the archive's top folder."""
         entry = self._entries.get(self._root + name)
         if entry is None:
             raise ArchiveError(f"it has no record {name[:80]!r}")

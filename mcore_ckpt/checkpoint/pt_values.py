@@ -1,7 +1,7 @@
 """Reads the values in a file of `torch.save`: containers, numbers, strings and tensors, and nothing else.
 
-`torch.load` opens these files, too, but it is not safe for files that somebody else may have written: see the module
-`unpickling`. Besides, `torch.load` decompresses records, however large they become.
+`torch.load` opens these files, too, but `torch.load` is not safe for files that somebody else may have written: see the
+module `unpickling`. `torch.load` also decompresses records, however large the records become.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _manifest_data(path: Path) -> bytes:
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
     """Decodes a manifest.
 
-    Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or of a newer format.
+    Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or has a newer format version.
     """
     return _decoded(data, path, decode_manifest)
 

@@ -37,7 +37,8 @@ _ANY_MEMORY = 256 << 10
 # object; an item of a dict; a dict; a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
 # A pickle numbers the values in its memo. If a value's number skips numbers that are still free, this many bytes of
-# memory are counted for the value. It takes less memory, but few pickles have such a value, so the excess does no harm.
+# memory are counted for the value. The value takes less memory, but few pickles have such a value, so counting too much
+# does no harm.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -47,7 +48,7 @@ class PickleError(ValueError):
 
 
 class Call:
-    """A function or class that a pickle may call. It must check its arguments, because the pickle chooses them."""
+    """A function or class that a pickle may call. It must check all arguments, because the pickle chooses them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -305,7 +306,8 @@ class Unpickler:
         value = self._stack[-1]
         if number == len(self._memo):
             if self._memo and self._memo[-1] is value:
-                # This costs more, because programs that write pickles never put a value into the memo twice in a row.
+                # Count extra memory. Programs that write pickles never put a value into the memo twice in a row, so the
+                # extra count limits only hostile pickles.
                 self._charge(_OBJECT)
             self._memo.append(value)
         elif number < len(self._memo):
@@ -389,10 +391,10 @@ _STOP = ord(".")
 _Action = Callable[[Unpickler], None]
 
 # The action of each opcode, and the memory, in bytes, that the opcode's value takes. The first three opcodes are PROTO,
-# FRAME and MARK (their names in Python's `pickle`). The next opcodes are those for constants, numbers, text, bytes,
-# tuples, containers and the memo. The last opcodes are those for global names, calls, states and references. POP and
-# POP_MARK are left out, because Python writes them only for values that contain themselves. The opcodes for text and
-# bytes of more than 4 GiB are left out, because a pickle has at most PICKLE_BYTES bytes.
+# FRAME and MARK (their names in Python's `pickle`). Then come the opcodes for constants, numbers, text, bytes, tuples,
+# containers and the memo. At the end are the opcodes for global names, calls, states and references. POP and POP_MARK
+# are left out, because Python writes them only for values that contain themselves. The opcodes for text and bytes of
+# more than 4 GiB are left out, because a pickle has at most PICKLE_BYTES bytes.
 _ACTIONS: dict[int, tuple[_Action, int]] = {
     opcode[0]: (action, memory)
     for opcode, action, memory in (

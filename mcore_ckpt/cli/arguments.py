@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def expanded_path(text: str) -> Path:
     """Returns a path, with the home folder in place of a leading `~`.
 
-    A shell leaves the `~` in `--dir=~/x` as it is.
+    A shell does not replace the `~` in `--dir=~/x`.
 
     Raises ArgumentTypeError for a URL.
     """
@@ -115,7 +115,8 @@ TAKES: Mapping[str, frozenset[str]] = {
     "test": _HF,
     "test --reference": _HF,
     "convert --hf_model_path": _HF,
-    # The folder huggingface/ of a role has a config.json, and may have no weights.
+    # These options need only a config.json, so they also take the folder huggingface/ of a role, which may have no
+    # weights.
     "merge --hf_model_path": _HF | {"inside"},
     "bench --model": _HF | {"inside"},
     "convert CHECKPOINT --hf_model_path": _ANY_FOLDER,
@@ -123,7 +124,7 @@ TAKES: Mapping[str, frozenset[str]] = {
     "bench": _ANY_FOLDER,
 }
 # If one of these commands gets a path within a folder of steps, the command takes the folder of steps. Other commands
-# do not take that folder instead, because they would do more with it than the user wants.
+# do not take the folder of steps instead, because with this folder they would do more than the user wants.
 _TAKES_ABOVE = ("list", "watch")
 
 
@@ -264,7 +265,7 @@ def command_agreement(name: str, timeout_s: float, start_s: float | None = None)
     """Yields the agreement of the processes that torchrun has started, or of a single process.
 
     A process waits at most `timeout_s` seconds for other processes that work, and at most `start_s` seconds
-    (START_TIMEOUT_S if None) until the others have started.
+    (START_TIMEOUT_S if None) until the other processes have started.
 
     Raises InvalidArgumentError if torchrun's variables are incomplete (some job schedulers set only a few of them), and
     AgreementError if a process does not start.

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collects a step. Returns 0 when it is in place, and 1 if no step is whole."""
+    """Collects a step. Returns 0 when the step is in place, and 1 if no step is whole."""
     from mcore_ckpt.tools.maintain.collect import choose, collect, find_steps
 
     check_can_be_folder("DST", args.root)
@@ -91,7 +91,7 @@ def _show(report: CollectReport) -> None:
 
 
 def as_json(report: CollectReport | None, lacking: Sequence[FoundStep]) -> dict[str, Any]:
-    """Returns the result as JSON values. `lacking` has the newer steps that are not whole."""
+    """Returns the result as JSON values. `lacking` has newer steps, which are not whole."""
     return {
         "step": None if report is None else report.step,
         "seconds": None if report is None else report.seconds,

@@ -1,4 +1,4 @@
-"""Checks the options that `diff` and `test` share, and shows the numbers that both report."""
+"""Checks the options that `diff` and `test` share, and shows the numbers that both commands report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_comparison(args: argparse.Namespace) -> None:
 
 
 def numbers_of(differing: str, max_abs: float, max_rel: float) -> list[str]:
-    """Returns the cells below NUMBERS: how many elements differ, and the largest differences, which are empty if 0."""
+    """Returns the cells below NUMBERS: how many elements differ, and the largest differences (an empty cell for 0)."""
     return [differing, *(f"{amount:.3g}" if amount else "" for amount in (max_abs, max_rel))]
 
 

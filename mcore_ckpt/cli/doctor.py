@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines a folder. Returns 0 if checkpoints can be saved there, otherwise 1."""
+    """Examines a folder. Returns 0 if checkpoints can be saved in the folder, otherwise 1."""
     if not 0 < args.timeout < math.inf:
         raise InvalidArgumentError(f"--timeout {args.timeout:g}: use more than 0 seconds")
     is_first = os.environ.get("RANK", "0") == "0"

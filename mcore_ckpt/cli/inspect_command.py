@@ -210,7 +210,7 @@ def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
 
 
 def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
-    """Returns the tensors to show as JSON values; none without `--tensors`."""
+    """Returns the tensors to show as JSON values; an empty list without `--tensors`."""
     from mcore_ckpt.tools.examine.contents import list_tensors
 
     return [] if pattern is None else [asdict(tensor) for tensor in list_tensors(role_dir, pattern)]

@@ -1,4 +1,4 @@
-"""`mcore-ckpt list`: shows the steps below a folder, which of them are complete, and why the others are not."""
+"""`mcore-ckpt list`: shows the steps below a folder, which steps are complete, and why other steps are not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists the steps. Returns 0, even if none is complete."""
+    """Lists the steps. Returns 0, even if no step is complete."""
     from mcore_ckpt.tools.examine.step_list import step_list_of
 
     try:

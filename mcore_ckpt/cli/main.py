@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         # The program that reads stdout has ended, as with `| head`. The interpreter flushes stdout when it exits, and
-        # would complain if that failed.
+        # would complain if the flush failed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
 
@@ -102,7 +102,7 @@ def _complain(message: str) -> None:
 
 
 def _named(words: Sequence[str]) -> Iterable[str]:
-    """Returns the commands whose parsers are needed: the called command, or all if their names are to be listed.
+    """Returns the commands whose parsers are needed: the called command; all commands if no known command is called.
 
     The other commands' modules are not imported, because their import takes as long as the work of a small command.
     """

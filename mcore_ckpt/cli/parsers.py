@@ -83,7 +83,7 @@ class CommandParser(Parser):
 
 
 def _alike(word: str, known: Sequence[str]) -> list[str]:
-    """Returns a list with the known word that is most like a given word; empty if none is similar enough."""
+    """Returns a list with the known word that is most like a given word; an empty list if no word is similar enough."""
     # At 0.7, --jsno is similar to --json, but --step is not similar to --tp.
     return difflib.get_close_matches(word, known, 1, cutoff=0.7)
 
@@ -93,7 +93,7 @@ def _did_you_mean(word: str) -> str:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Folds descriptions to the width of the terminal, but leaves examples as they are, so that they can be copied."""
+    """Folds descriptions to the width of the terminal, but leaves examples unchanged, so that they can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)

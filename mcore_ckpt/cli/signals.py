@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cleaning_up_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise SystemExit in the block. torchrun sends SIGTERM to all ranks if one has failed."""
+    """Makes SIGTERM raise SystemExit in the block. torchrun sends SIGTERM to all ranks if a rank fails."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

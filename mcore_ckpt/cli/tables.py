@@ -11,13 +11,14 @@ from rich.text import Text
 
 Cell = str | Text
 
-# The spaces between two columns; and the length above which a word (a path, a tensor's name) may be folded.
+# The number of spaces between two columns, and the length, in characters, above which a word (a path, a tensor's name)
+# may be folded.
 _GAP = 2
 _LONGEST_WORD = 14
 
 
 def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> RenderableType:
-    """Returns a table, or, if the terminal is too narrow for it, a few lines for each row.
+    """Returns a table, or, if the terminal is too narrow for a table, a few lines for each row.
 
     No word is cut: a cell that does not fit continues in the next line. Columns whose headings end in ">" are aligned
     to the right. If a row is shown as lines, its first cell is the title of the lines. Square brackets in cells are

@@ -25,7 +25,8 @@ _FIELDS = ("count", "zeros", "nans", "infs", "minimum", "maximum", "mean", "std"
 def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path, TensorDetails]:
     """Reads a tensor in each role that has it, with a progress bar unless `quiet`.
 
-    Raises InvalidArgumentError if no role has it. The message suggests similar names of tensors in the first role.
+    Raises InvalidArgumentError if no role has the tensor. The message suggests similar names of tensors in the first
+    role.
     """
     from mcore_ckpt.tools.examine.tensor_details import describe_tensor, has_tensor
 

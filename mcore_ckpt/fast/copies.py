@@ -78,7 +78,7 @@ class Copies:
         self._agreement, self._tier = agreement, tier
         self._limit = _RateLimit(tier.config.bytes_per_s)
         self._lock = threading.Lock()
-        self._pending: list[_Wanted] = []  # the first one is under way
+        self._pending: list[_Wanted] = []  # the copies of the first entry are under way
         self._may_copy = threading.Event()
         self._may_copy.set()
         self._closed = threading.Event()
@@ -86,7 +86,7 @@ class Copies:
         self._worker = Worker("mcore_ckpt copies", must_finish=False)
 
     def add(self, step: int, attempt: Attempt) -> CopyHandle:
-        """Queues the copies of a step that is committed. Every rank calls it for the same steps in the same order."""
+        """Queues the copies of a step that is committed. Every rank must queue the same steps in the same order."""
         wanted = _Wanted(attempt, CopyHandle(step))
         if not self._tier.config.replicas:
             self._complete.add(attempt.number)
@@ -175,7 +175,7 @@ class Copies:
             return {"newer": any(record["newer"] for record in records)}
 
         # The rounds of each step have their own names, because a rank on which the commit has failed misses the rounds
-        # of that step.
+        # of this step.
         outcome = decide(
             self._agreement,
             f"choosing whether to copy {attempt.role_dir}",
@@ -190,7 +190,7 @@ class Copies:
         if problem is None:
             self._complete.add(wanted.attempt.number)
         with self._lock:
-            if wanted in self._pending:  # a signal handler may have removed it already
+            if wanted in self._pending:  # a signal handler may have removed `wanted` already
                 self._pending.remove(wanted)
         wanted.handle.end(problem)
 
@@ -212,7 +212,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why a file is missing, None if none is."""
+        """Fetches the files that this node should have but lacks. Returns why a file is missing, None if no file is."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))

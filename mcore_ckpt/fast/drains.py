@@ -64,10 +64,10 @@ class Draining(Protocol):
     def saving(self) -> Saving: ...
 
     def run(self) -> tuple[UploadHandle | None, Callable[[], None] | None]:
-        """Copies this rank's files, and commits the step in the root. Every rank calls it.
+        """Copies this rank's files, and commits the step in the root. Every rank calls this method.
 
-        Returns the upload, and a function that deletes old steps; each is None if there is nothing to do. Raises
-        CheckpointError if the step could not be copied to the root.
+        Returns the upload, and a function that deletes old steps; each of the two is None if there is nothing to do.
+        Raises CheckpointError if the step could not be copied to the root.
         """
 
 
@@ -105,7 +105,7 @@ class Drains:
             return set() if self._attempt is None else {self._attempt}
 
     def start(self, drain: Draining) -> DrainHandle:
-        """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls it."""
+        """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls this."""
         # Rank 0 begins no drain while an earlier drain is under way. But on this rank the earlier drain may not have
         # ended yet.
         self.wait_for_copy()
@@ -121,7 +121,7 @@ class Drains:
         return handle
 
     def wait(self) -> None:
-        """Waits until no step is being copied to the root, and no old step is being deleted there.
+        """Waits until no step is being copied to the root, and no old step is being deleted in the root.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """

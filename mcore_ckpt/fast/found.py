@@ -77,7 +77,7 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
 
 
 def why_not_whole(tier: NodeTier, checkpoint: FastCheckpoint) -> str:
-    """Says which files a checkpoint of the fast tier lacks, and which nodes had these files. Only rank 0 calls it."""
+    """Says which files a checkpoint of the fast tier lacks, and which nodes had these files. Only rank 0 calls this."""
     place = f"{tier.role_dir(checkpoint.step, checkpoint.role)} on the nodes"
     if not checkpoint.is_committed:
         return f"{place}: the save did not finish"

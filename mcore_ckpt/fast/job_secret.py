@@ -52,7 +52,7 @@ class SecretOffer:
 
     Attributes:
         nonce: makes the secrets different if one job has several trainers.
-        check: lets a rank check that its secret is the right one.
+        check: a value by which a rank checks that its secret is right.
         path: the file that has the secret; None without a file.
         text: the secret itself, in hexadecimal digits; None if the secret comes from a file or from the user.
     """
@@ -64,11 +64,11 @@ class SecretOffer:
 
     @staticmethod
     def make(given: bytes | None, folder: Path | None, role: str, mode: int | None = None) -> SecretOffer:
-        """Makes the offer of a role's secret. Only rank 0 calls it, and calls `remove` later.
+        """Makes the offer of a role's secret. Only rank 0 calls this method, and calls `remove` later.
 
-        The secret follows from the user's secret, if one is `given`. Otherwise this makes a secret, and puts it into a
-        file in `folder`, which all ranks see, or into the offer itself if `folder` is None. A new folder gets `mode`,
-        before the umask is applied. Raises OSError.
+        If the user has `given` a secret, the offered secret is derived from this secret. Otherwise this method makes a
+        secret. The secret goes into a file in `folder`, which all ranks see, or into the offer itself if `folder` is
+        None. A new folder gets `mode`, before the umask is applied. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         if given is not None:
@@ -108,7 +108,7 @@ class SecretOffer:
         return secret
 
     def remove(self) -> None:
-        """Removes the file. Call it when all ranks have read the secret."""
+        """Removes the file. Call this method when all ranks have read the secret."""
         if self.path is not None:
             with suppress(OSError):
                 os.unlink(self.path)

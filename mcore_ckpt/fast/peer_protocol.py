@@ -96,7 +96,8 @@ def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
 def introduce(connection: socket.socket, secret: bytes, deadline: float) -> None:
     """Proves to a server that this process knows the secret, and asks the server for its proof.
 
-    Raises HandshakeError if the server has another secret or is another program, and OSError if it does not answer.
+    Raises HandshakeError if the server has another secret or is another program, and OSError if the server does not
+    answer.
     """
     greeting = receive(connection, len(_MAGIC) + _CHALLENGE_BYTES, deadline)
     if not greeting.startswith(_MAGIC):

@@ -1,7 +1,7 @@
 """Serves the files below a folder to the other nodes of a job, over TCP (`peer_protocol.py`).
 
-A client that does not know the secret gets no file and can do little harm: few such connections are open at a time,
-each only for a moment. Nothing waits for the other side without a deadline.
+A client that does not know the secret gets no file and can do little harm: few connections of such clients are open at
+a time, each only for a moment. Nothing waits for the other side without a deadline.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Client:
         self.is_known = self.is_idle = False
 
     def cut(self) -> None:
-        """Ends the connection, and wakes the thread that waits for it."""
+        """Ends the connection, and wakes the thread that waits for data."""
         with suppress(OSError):  # the client has gone
             # `close` alone would do nothing while a forked process has the connection, too. `SSLSocket.shutdown` would
             # first drop the state for decryption, which the reading thread still uses.
@@ -71,8 +71,8 @@ class _Client:
 class PeerServer:
     """Serves the files below a folder, and no other files, to nodes that know the secret.
 
-    It implements `transport.Server`. `host` is the address to listen on, without port. Raises OSError if this address
-    cannot be used.
+    The class implements `transport.Server`. `host` is the address to listen on, without port. Raises OSError if this
+    address cannot be used.
     """
 
     def __init__(self, folder: Path, secret: bytes, host: str, tls: PeerTls | None = None) -> None:
@@ -82,8 +82,9 @@ class PeerServer:
         self._socket.settimeout(_LOOK_S)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._notes: dict[str, bytes] = {}
-        self._clients: dict[_Client, None] = {}  # in the order in which they came
-        # Reentrant, because the garbage collector may close the server of a dropped manager on any thread.
+        self._clients: dict[_Client, None] = {}  # in the order in which the clients came
+        # The lock is reentrant, because the garbage collector may close the server of a dropped manager on any thread,
+        # even on a thread that holds the lock.
         self._lock = threading.RLock()
         self._closed, self._home = False, Home()
         self._quiet_until = 0.0

@@ -37,7 +37,7 @@ class _TooLongError(PeerError):
 
 
 class PeerStore:
-    """The files that one node serves at `address`, "host:port". It implements `transport.Peer`.
+    """The files that one node serves at `address`, "host:port". Implements `transport.Peer`.
 
     The class has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads
     may use one object at once, each with its own connection. A request waits for its answer for `timeout_s` seconds,

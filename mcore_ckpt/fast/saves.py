@@ -39,7 +39,7 @@ class FastSaves:
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. Rank 0's count decides.
         next_is_durable: whether the next step is durable; None if the count of saves decides.
-        earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.
+        earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows these checkpoints.
         agreements: the agreements of `copies` and `drains`, which `close` closes, too.
     """
 
@@ -57,8 +57,8 @@ class FastSaves:
     def wait_before_durable(self) -> None:
         """Waits for an earlier step that is being copied to the root, if the next step also goes to the root.
 
-        Every rank calls it before the round in which the save begins. If a rank waited in the round, the other ranks
-        could give up waiting for this rank.
+        Every rank calls this method before the round in which the save begins. If a rank waited in the round, the other
+        ranks could give up waiting for this rank.
         """
         if self.must_wait_for_root():
             if self.tier.rank == 0:
@@ -66,7 +66,7 @@ class FastSaves:
             self.drains.wait_for_copy()
 
     def must_wait_for_root(self) -> bool:
-        """Returns True if the next step also goes to the root, and an earlier step is still being copied there."""
+        """Returns True if the next step also goes to the root, to which an earlier step is still being copied."""
         is_due, _ = self.plan_durable()
         return is_due and self.drains.busy
 
@@ -105,7 +105,7 @@ class FastSaves:
         self._attempts[step] = attempt
 
     def found(self, save_count: int, safest: Iterable[tuple[int, str]]) -> None:
-        """Notes how many saves earlier managers have begun, and which of their steps may count as completely copied."""
+        """Notes how many saves earlier managers have begun, and which of these saves may count as completely copied."""
         self.save_count = save_count
         for step, attempt in safest:
             self._attempts[step] = attempt
@@ -118,13 +118,14 @@ class FastSaves:
     def retire_old(self, step: int) -> list[Path]:
         """Moves old steps in this node's folder aside, after the commit of `step`, and returns the folders to delete.
 
-        Only leads call it, on the save's thread, so that no later save of a moved step is under way. Deleting the
-        folders takes longer, and may be done later.
+        Only leads call this method, on the save's thread, so that no later save of a moved step is under way. Deleting
+        the folders takes longer, and may be done later.
 
-        The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
-        could cost all steps. If this node has lost its part of a step, the step does not count as one of the newest.
-        But the step stays while an older step stays, because other nodes may need the files that are left. Steps that
-        `step` has abandoned are moved. Steps of another run, and steps that are pinned in this node's folder, stay.
+        The newest `keep` steps stay. The newest step with complete copies stays, too, because without this step a lost
+        node could cost all steps. If this node has lost its part of a step, the step does not count as one of the
+        newest `keep` steps. But the step stays while an older step stays, because other nodes may need the files that
+        are left. Steps that `step` has abandoned are moved. Steps of another run, and steps that are pinned in this
+        node's folder, stay.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
@@ -200,7 +201,7 @@ class FastSaves:
 
 
 def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
-    """Opens the fast tier of one manager. Every rank calls it. Raises the errors of `open_tier`."""
+    """Opens the fast tier of one manager. Every rank calls this function. Raises the errors of `open_tier`."""
     tier = open_tier(trainer.agreement, config, trainer.role, trainer.root, trainer.config.shared_with_group)
     try:
         return _opened(trainer, tier)
@@ -230,7 +231,7 @@ def _opened(trainer: Trainer, tier: NodeTier) -> FastSaves:
 def _found_together(
     agreement: Agreement, tier: NodeTier, earlier: list[FastCheckpoint]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Returns the arguments of `FastSaves.found`, and on rank 0 fills `earlier`. Every rank calls it."""
+    """Returns the arguments of `FastSaves.found`, and on rank 0 fills `earlier`. Every rank calls this."""
 
     def work() -> Record:
         if tier.is_lead:

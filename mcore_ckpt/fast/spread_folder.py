@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Reads = list[tuple[ReadRange, torch.Tensor]]
-# The errors of a source that does not have the bytes, or has wrong bytes. After such an error, the next source is
+# The errors of a source that does not have the bytes, or has wrong bytes. After one of these errors, the next source is
 # asked.
 _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSError)
 
@@ -32,7 +32,8 @@ _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSErr
 class Source:
     """A folder that has files of the checkpoint.
 
-    `has` lists the positions of these files in the manifest, as inclusive runs. None stands for all files.
+    `has` lists the positions of these files in the manifest, as ranges that include their last position. None stands
+    for all files.
     """
 
     folder: Folder
@@ -41,10 +42,10 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class SpreadFolder:
-    """The folders that together have a checkpoint. It implements `formats.native.folder.Folder`.
+    """The folders that together have a checkpoint. The class implements `formats.native.folder.Folder`.
 
-    A file is read from the first source that has it. If this source fails, or sends bytes with a wrong CRC, the file is
-    read from the next source that has it, and a warning says so.
+    A file is read from the first source that has the file. If this source fails, or sends bytes with a wrong CRC, the
+    file is read from the next source that has the file, and a warning says so.
 
     Attributes:
         place: the checkpoint's folder in this node's folder.

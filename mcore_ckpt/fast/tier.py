@@ -1,4 +1,4 @@
-"""This rank's part of the fast tier: the nodes of the job, this node's folder, and the ways to the other nodes."""
+"""Defines this rank's part of the fast tier: the job's nodes, this node's folder, and the ways to other nodes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _TOPIC = "setting up the fast tier"
-# Each node except node 0 gets the manifest of a save from another node, and serves it to at most this many further
-# nodes. If one node served all nodes, a thousand nodes would wait for that node's network. In a chain, the nodes would
-# wait for each other.
+# Each node except node 0 gets the manifest of a save from another node, and serves the manifest to at most this many
+# further nodes. If one node served all nodes, a thousand nodes would wait for that node's network. In a chain, the
+# nodes would wait for each other.
 _BRANCHES = 8
 
 
@@ -58,7 +58,7 @@ class NodeTier:
         number: the number of this node among all nodes.
         folder: this node's folder, which has the layout of a root.
         transport: how the nodes read each other's folders.
-        server: this node's server, on the node's lead; None on its other ranks.
+        server: this node's server, on the node's lead; None on the node's other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
         root: the root, which says to which run the steps of this training belong.
         shared: whether the group may read and write what is in the folder (`CheckpointConfig.shared_with_group`).
@@ -83,7 +83,7 @@ class NodeTier:
 
     @property
     def is_lead(self) -> bool:
-        """True on the node's lead, the rank that does the work that is done once per node."""
+        """True on the node's lead, the rank that does what each node must do only once."""
         return self.server is not None
 
     @property
@@ -120,7 +120,7 @@ class NodeTier:
         return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
 
     def of_this_run(self, found: Sequence[FastCheckpoint]) -> list[FastCheckpoint]:
-        """Returns the checkpoints that do not belong to another run. Only rank 0 calls it."""
+        """Returns the checkpoints that do not belong to another run. Only rank 0 calls this method."""
         own = self.ownership()
         others = {each.head.run.id: each.head.run for each in found if each.head.run and not own.owns(each.head)}
         for run in others.values():
@@ -135,13 +135,13 @@ class NodeTier:
         return self._peers[number]
 
     def publish(self, attempt: str, manifest: bytes) -> None:
-        """Serves the manifest of a save to other nodes. Only leads call it."""
+        """Serves the manifest of a save to other nodes. Only leads call this method."""
         assert self.server is not None
         self.server.publish(attempt, manifest, self._published)
         self._published = attempt
 
     def receive(self, attempt: str, patience_s: float) -> bytes:
-        """Returns the manifest of a save that the lead of node 0 has published, and serves it to further nodes.
+        """Returns the manifest of a save that the lead of node 0 has published, and serves the manifest to other nodes.
 
         Raises CommitError if the node that should send the manifest does not answer.
         """
@@ -178,7 +178,7 @@ class NodeTier:
 
 
 def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, shared: bool | None = None) -> NodeTier:
-    """Finds the nodes of the job, and starts a server on each node. Every rank calls it.
+    """Finds the nodes of the job, and starts a server on each node. Every rank calls this function.
 
     `shared` says whether the group may read and write what is in the folder.
 
@@ -273,7 +273,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
 
 
 def _open_folder(folder: Path, shared: bool | None) -> None:
-    # Links are followed, except links that another user has made.
+    # The folder may be a link. `check_own_folder` refuses a link that another user has made.
     if not os.path.lexists(folder):
         make_folder(folder, top_mode(shared))
     check_own_folder(folder, shared)
@@ -304,7 +304,7 @@ def _check_copies(nodes: NodeMap, replicas: int) -> None:
 def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
     """Raises NoRoomError if a node's folder is too small for its own files and its copies of other nodes' files.
 
-    Every rank calls it. `own_bytes` estimates how many bytes this rank writes in one save.
+    Every rank calls this function. `own_bytes` estimates how many bytes this rank writes in one save.
     """
 
     def work() -> Record:

@@ -1,10 +1,10 @@
 """Leads all ranks through one save into the fast tier: each node's files end up committed in that node's own folder.
 
-A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
-first round all ranks write, and rank 0 makes the manifest; in its second round the manifest reaches all nodes. Then
-each node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs,
-the staging folders of the other nodes stay, with the manifest. The other nodes rename these folders when a load chooses
-this step (`adopt`).
+A save has three rounds. `open_on_nodes` has one round, and runs on the trainer's thread. `commit_on_nodes` has two
+rounds, and runs on any thread. In its first round all ranks write, and rank 0 makes the manifest. In its second round
+the manifest reaches all nodes. Then each node renames its staging folder. If one node has renamed its folder and other
+nodes die before they rename their folders, the staging folders of the other nodes stay, with the manifest. The other
+nodes rename these folders when a load chooses this step (`adopt`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def open_on_nodes(
     parts: Sequence[str] = (),
     skips: bool = False,
 ) -> NodeAttempt:
-    """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
+    """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call this function.
 
     `plan_durable` returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`. For the other arguments, see
     `steps.transaction.open_together`.
@@ -122,7 +122,7 @@ def commit_on_nodes(
     write: Callable[[Path], Record],
     describe: Callable[[Sequence[Record]], Manifest],
 ) -> None:
-    """Lets every rank write its files, then commits them on every node. Every rank must call it.
+    """Lets every rank write its files, then commits the files on every node. Every rank must call this function.
 
     Args:
         agreement, topic, attempt, describe: see `steps.transaction.commit_together`.
@@ -244,7 +244,8 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
 def committed_manifest(attempt: Attempt) -> Manifest:
     """Returns the manifest of a save that all nodes have agreed to commit, once this node's lead has committed it.
 
-    Raises CommitError if the save is not committed here after `_RENAME_S` seconds, or was replaced by a newer save.
+    Raises CommitError if the save is not committed on this node after `_RENAME_S` seconds, or was replaced by a newer
+    save.
     """
     deadline = time.monotonic() + _RENAME_S
     while True:
@@ -258,7 +259,7 @@ def committed_manifest(attempt: Attempt) -> Manifest:
 
 
 def rename_committed(tier: NodeTier) -> None:
-    """Commits, on this node, the saves that all nodes have agreed to commit. Only leads call it.
+    """Commits, on this node, the saves that all nodes have agreed to commit. Only leads call this function.
 
     Raises CheckpointError and OSError, like every commit.
     """
@@ -273,7 +274,7 @@ def rename_committed(tier: NodeTier) -> None:
 
 
 def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
-    """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
+    """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls this.
 
     Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed the
     same save.
@@ -300,7 +301,10 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits the saves in `attempts` on this node. Other nodes have committed them already. Only leads call it."""
+    """Commits the saves in `attempts` on this node. Only leads call this function.
+
+    Other nodes have committed these saves already.
+    """
     for each in held:
         step, role, attempt = each.head.step, each.head.role, each.head.attempt
         if each.is_committed or attempt not in attempts:

@@ -37,10 +37,10 @@ class Peer(Protocol):
         """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is no such file."""
 
     def read_into(self, key: str, start: int, memory: memoryview) -> None:
-        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError if it is missing."""
+        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError if there is no such file."""
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a whole small file. Raises CheckpointCorruptError if it is larger than `most` bytes."""
+        """Reads a whole small file. Raises CheckpointCorruptError if the file is larger than `most` bytes."""
 
     def sizes(self, key: str) -> dict[str, int]:
         """Returns the sizes in bytes of the files below a folder, by path relative to the folder."""

@@ -10,10 +10,10 @@ from mcore_ckpt.ranks import deadlines
 DURABLE, ON_NODES = "durable", "on the nodes"
 # The time that is reserved for a save, as a multiple of the time that it is expected to take.
 MARGIN = 1.25
-# How long a save, or a copy to the root, is assumed to take until one has been measured, in seconds.
+# The assumed time of a save, or of a copy to the root, as long as no time has been measured, in seconds.
 _UNKNOWN_S = 60.0
-# The time that is reserved for the choice itself, in seconds. It includes EXTRA_WAIT_S, because waits of rank 0 may end
-# EXTRA_WAIT_S earlier than waits of the other ranks.
+# The time that is reserved for the choice itself, in seconds. This time includes EXTRA_WAIT_S, because waits of rank 0
+# may end EXTRA_WAIT_S earlier than waits of the other ranks.
 TO_CHOOSE_S = deadlines.EXTRA_WAIT_S + 1.0
 # The share of the remaining time that may pass before a save of unknown length begins.
 _SHARE_BEFORE_UNKNOWN = 0.5
@@ -21,10 +21,10 @@ _SHARE_BEFORE_UNKNOWN = 0.5
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision how the last step is saved in the time that is left. It holds for all managers.
+    """The decision how the last step is saved in the time that is left. The decision holds for all managers.
 
     Attributes:
-        how: "durable" or "on the nodes"; None: nothing.
+        how: "durable" or "on the nodes"; None: the step is not saved.
         is_new: whether the step is saved now; if not, an earlier save of the step counts.
         reason: why the step does not become durable; empty if it does.
     """
@@ -50,7 +50,7 @@ class Times:
 
     @property
     def durable_s(self) -> float | None:
-        """How long a durable save takes, or a lower bound if only that is known; None if nothing is known."""
+        """How long a durable save takes, or a lower bound if no more is known; None if nothing is known."""
         if self.commit_s is not None and self.drain_s is not None:
             return self.commit_s + self.drain_s
         return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
@@ -97,7 +97,7 @@ def choose(
     Args:
         left_s: how many seconds are left; infinite if that is unknown.
         times: how long saves take. A save of unknown length is tried.
-        saved: how the step is saved already; None if it is not.
+        saved: how the step is saved already; None if it is not saved.
         has_nodes, has_root: where saves can go.
         is_drained: False if an earlier step is still being copied to the root. A durable save would wait for this copy.
         is_copied: False if the step itself is still being copied. Each save of the step would wait for this copy.
@@ -130,6 +130,6 @@ def _why_too_long(what: str, takes_s: float | None, left_s: float) -> str:
 def least_safe(saved: Iterable[str | None]) -> str | None:
     """Returns the least safe of the ways in which a step's roles are saved.
 
-    None: a role is not saved, or there is no role.
+    Returns None if a role is not saved, or if there is no role.
     """
     return min(saved, key=(None, ON_NODES, DURABLE).index, default=None)

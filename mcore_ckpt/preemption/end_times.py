@@ -1,6 +1,6 @@
 """Finds out when the machine will be taken away even if no request to stop comes.
 
-This happens at the end of a Slurm job, or of reserved capacity.
+Without a request, a machine is taken away at the end of a Slurm job, or of reserved capacity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EndTime:
     """The time at which the machine goes.
 
     Attributes:
-        at: the time, by `time.monotonic()`.
+        at: the time (`time.monotonic()`).
         source: where the time comes from, for messages.
     """
 
@@ -42,8 +42,9 @@ class EndTime:
 def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime | None:
     """Returns when the machine goes; None if that is not known.
 
-    An end that has passed does not count. It belongs to another job, whose environment this process has inherited, or
-    the scheduler lets the job go on. If such an end counted, each start of the training would stop without a save.
+    An end that has passed does not count. Such an end belongs to another job, whose environment this process has
+    inherited, or the scheduler lets the job go on. If such an end counted, each start of the training would stop
+    without a save.
 
     Args:
         given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment. If

@@ -41,7 +41,7 @@ class PreemptionGuard:
 
     Args:
         manager: the manager that saves, or a list of managers, one for each role. All of them make the same kind of
-            save. If one of them fails, the step counts as not saved.
+            save. If one manager fails, the step counts as not saved.
         signals: the signals that ask for a stop, on any rank. Existing handlers of these signals are called, too, and
             are put back at the end.
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
@@ -99,7 +99,8 @@ class PreemptionGuard:
         self._controls = [each.save_control() for each in managers]
         _check_same_places(self._controls)
         self._rank_0 = self._controls[0].agreement.is_coordinator
-        # This agreement has its own client of the store, and does not watch disks. So training goes on if a disk hangs.
+        # This agreement has its own client of the key-value store, and does not watch disks. So training goes on if a
+        # disk hangs.
         self._open = self._controls[0].open_own
         self._agreement: Agreement | None = None
         self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
@@ -120,9 +121,9 @@ class PreemptionGuard:
 
         Raises:
             InvalidStateError: this guard has been entered before; or, without a trigger file, a rank is not on its main
-                thread, which alone can handle signals. In the second case all ranks raise it.
+                thread, which alone can handle signals. In the second case all ranks raise this error.
             InvalidArgumentError: nothing can ever ask for a stop: no rank notes signals, there is no trigger file, and
-                the training's time has no known end. All ranks raise it.
+                the training's time has no known end. All ranks raise this error.
             AgreementError: a rank is missing.
         """
         if self._has_been_entered:
@@ -184,15 +185,15 @@ class PreemptionGuard:
 
         In that case, the last save has been made already.
 
-        All ranks call it equally often, after each step and, if they like, between steps. They may call it at any point
-        at which the training state is still that of step `step`. Some of the calls that follow each other quickly are
-        passed over: they return False without asking the other ranks. Which calls are passed over depends on `step`,
-        so all ranks must give the same steps.
+        All ranks call `should_stop` equally often: after each step and, if the trainer wants, between steps. At each
+        call, the training state must still be the state after step `step`. If calls follow each other quickly, some
+        calls return False without asking the other ranks. Which calls do this depends on `step`, so all ranks must give
+        the same steps.
 
-        If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
-        the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
-        End the training when the result is True: with `deadline_s`, the manager then waits for other ranks only until
-        the machine goes.
+        If step `step` is saved already, or its save is under way, that save counts as the last save. If the last save
+        does not fit into the time that is left, or fails, the newest complete step remains, the log says so, and the
+        result is True. End the training when the result is True: with `deadline_s`, the manager then waits for other
+        ranks only until the machine goes.
 
         Args:
             step: the last step that was trained.
@@ -235,8 +236,9 @@ class PreemptionGuard:
         """Ends this rank's waits for other ranks before its machine goes. The other ranks then give up, too.
 
         A signal handler, or the thread of the trigger file, calls this method as soon as there is a request, because
-        this rank may already be waiting for a dead rank: in the training's own save, or in `should_stop`. The limit
-        does not apply to waits that begin after its time: if the machine is still there, `deadline_s` was too short.
+        this rank may already be waiting for a dead rank: in the training's own save, or in `should_stop`. Waits that
+        begin after the limit has passed are not limited: if the machine is still there then, `deadline_s` was too
+        short.
         """
         if self._deadline_s is None:
             return

@@ -76,12 +76,12 @@ def time_for_waits(left_s: float) -> float:
 
 
 class LastSave:
-    """The last save of one manager, or of several with different roles.
+    """The last save of one manager, or of several managers with different roles.
 
     Args:
         controls: control the managers' saves.
-        save: saves a step, and returns one handle, or a list or tuple of the handles of all its saves. If it returns
-            anything else, or one handle for several managers, each manager must have begun a save of the step.
+        save: saves a step, and returns one handle, or a list or tuple of the handles of all its saves. If the function
+            returns anything else, or one handle for several managers, each manager must have begun a save of the step.
         given_s: see `Times.given_s`.
     """
 
@@ -100,7 +100,7 @@ class LastSave:
         return Times(_sum(commits), _sum(drains), self._given_s)
 
     def make(self, step: int, reason: str, left_s: float | None) -> Stopped:
-        """Saves a step, if there is time. Every rank calls it.
+        """Saves a step, if there is time. Every rank calls this method.
 
         A CheckpointError or TimeoutError is logged. Other errors are raised.
 

@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-# If calls follow each other within less than this (seconds), some are passed over. Otherwise the ranks ask in each
-# call.
+# If calls follow each other within less than this (seconds), some calls are passed over. Otherwise the ranks ask in
+# each call.
 ASK_S = 0.5
 # Asking may take _SHARE of the time. If there is a deadline, the calls of one kind that pass take at most
 # SHARE_OF_DEADLINE of the deadline.
@@ -40,8 +40,8 @@ class _Calls:
         self.left = 0
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._rounds = 0
-        # The long calls that are remembered, the longest first: how long each took, and the number of rounds before it.
-        # If a later call takes at least as long, the earlier call is not needed any more.
+        # The long calls that are remembered, the longest first: for each call, its length in seconds and the number of
+        # rounds before the call. If a later call takes at least as long, the earlier call is not needed any more.
         self._long: deque[tuple[float, int]] = deque()
 
     @property
@@ -61,12 +61,12 @@ class _Calls:
             self._long.popleft()
 
     def passes(self, pause_s: float, at_most_s: float) -> int:
-        """Returns how many calls pass. Together they should take `pause_s`, and must not take more than `at_most_s`."""
-        if not self._recent:  # nothing is known
+        """Returns how many calls pass. Together the calls should take `pause_s` seconds, at most `at_most_s`."""
+        if not self._recent:  # no call is known
             return 0
         recent_s = max(self.longest_recent_s, 1e-6)
-        # Recent calls may all be quick, so a long call is remembered for longer. If it were remembered for ever, the
-        # ranks would ask in each quick call after a single long call, such as an evaluation.
+        # Recent calls may all be quick, so a long call is remembered for longer. If a long call were remembered for
+        # ever, the ranks would ask in each quick call after a single long call, such as an evaluation.
         longest_s = max(recent_s, self._long[0][0] if self._long else 0.0)
         return min(MOST, math.ceil(pause_s / recent_s) - 1, math.floor(min(at_most_s / longest_s, MOST)))
 
@@ -90,13 +90,14 @@ class Pace:
     def longest_gap_s(self) -> float:
         """The longest time until the next round, in seconds, if calls are like recent calls; 0.0 if no call is known.
 
-        This is the time of all calls that pass, and of one more call, the longest.
+        The result is the time of all calls that pass, plus the time of one more call as long as the longest recent
+        call.
         """
         passing_s = sum(kind.longest_recent_s * self._passes_of(kind) for kind in self._kinds)
         return passing_s + max(kind.longest_recent_s for kind in self._kinds)
 
     def asks_now(self, step: int) -> bool:
-        """Notes a call. Returns True if the ranks ask each other in it.
+        """Notes a call. Returns True if the ranks ask each other in this call.
 
         Args:
             step: the last step that was trained. It must be the same on all ranks.
@@ -114,7 +115,7 @@ class Pace:
 
         Args:
             began: when this rank began the round (`time.monotonic()`).
-            passes: how many calls rank 0 lets pass until the next round (`passes`).
+            passes: for each kind, how many calls pass until the next round, as `Pace.passes` returned on rank 0.
         """
         self._last = time.monotonic()
         self._rounds.append(self._last - began)
@@ -123,7 +124,7 @@ class Pace:
             kind.left = left
 
     def passes(self) -> list[int]:
-        """Returns how many calls of each kind pass until the next round. Only rank 0 calls it."""
+        """Returns how many calls of each kind pass until the next round. Only rank 0 calls this method."""
         return [self._passes_of(kind) for kind in self._kinds]
 
     @property

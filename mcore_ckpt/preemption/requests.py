@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
-# The signals by which a parent or a terminal ends a forked child. Any other signal of the guard is for the training. It
-# reaches a child only because the scheduler, such as Slurm, signals all processes of the job step.
+# The signals by which a parent or a terminal ends a forked child. Any other signal of the guard is for the training.
+# Such a signal reaches a child only because the scheduler, such as Slurm, signals all processes of the job step.
 _ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -36,7 +36,7 @@ class StopRequest:
 
     Attributes:
         reason: what has asked, such as "SIGTERM".
-        at: when, by `time.monotonic()`.
+        at: when the request came (`time.monotonic()`).
     """
 
     reason: str
@@ -44,11 +44,11 @@ class StopRequest:
 
 
 class Signals:
-    """Notes signals between `install` and `remove`. Handlers that were there before are called, too.
+    """Notes signals between `install` and `remove`. Earlier handlers of these signals are called, too.
 
     Args:
         numbers: the signals.
-        heard: called with the first request. The signal handler calls it, so it must take no lock.
+        heard: a function that the signal handler calls with the first request, so the function must take no lock.
 
     Attributes:
         first: the first signal that has come; None before.
@@ -100,7 +100,8 @@ class Signals:
         self._is_active = False
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
-                # None: a handler of another language, which Python cannot put back.
+                # None stands for a handler of another language. Python cannot put it back, so the signal gets its
+                # default action.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def warn_of_others(self) -> None:
@@ -121,7 +122,7 @@ class Signals:
             # fail in the next batch, before the last save.
             return
         if not self._is_active or not self._home.is_here:
-            # This is a forked child, or a later handler calls this one after `remove`.
+            # This is a forked child, or a later handler calls this handler after `remove`.
             _as_before(number, before, frame)
             return
         if self.first is None:

@@ -1,4 +1,4 @@
-"""`mcore-ckpt demo`: kills a training and shows that it resumes with exactly the same losses.
+"""`mcore-ckpt demo`: kills a training and shows that the training resumes with exactly the same losses.
 
 `enable_cpu` is for your own trainings on a machine without a GPU.
 """

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo. Returns 0 if all losses are bit for bit as expected, and the exported model is the trained one."""
+    """Runs the demo. Returns 0 if all losses are bit for bit as expected, and the exported model has the same loss."""
     plan = make_plan(args.dir, args.steps, args.kill_after)
     with cleaning_up_at_sigterm(), removed_if_interrupted(plan.directory):
         prepare_directory(plan.directory)

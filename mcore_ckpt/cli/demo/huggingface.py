@@ -50,7 +50,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     As in GPT-2's and Qwen's tokenizers, the name of each token is a printable character. A byte that is a printable
     character of Latin-1 has that character as its name. The other bytes have the characters from number 256 on, in
     order. With these names, decoding replaces only the bytes that are not UTF-8. With names such as "<0x0A>" (byte
-    fallback), one such byte would make the whole text unreadable.
+    fallback), one byte that is not UTF-8 would make the whole text unreadable.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

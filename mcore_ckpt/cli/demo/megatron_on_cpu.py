@@ -30,7 +30,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` with `device="cuda"` replaced by the CPU, and without `pin_memory`.
 
     Functions are replaced one by one, because a TorchFunctionMode would see every call of torch and add 2 to 3
-    microseconds to each.
+    microseconds to each call.
     """
 
     @functools.wraps(function)
@@ -71,7 +71,7 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    # The alltoall dispatcher of experts waits for events (MoEAlltoAllTokenDispatcher, 0.19).
+    # The alltoall dispatcher of experts calls this method (MoEAlltoAllTokenDispatcher, 0.19).
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> "_Event":
@@ -113,7 +113,7 @@ def _is_not_fork_warning(record: logging.LogRecord) -> bool:
 
 
 def _map_devices() -> None:
-    # On its first use, `with torch.device(...)` collects torch's functions that it changes (torch 2.13,
+    # On its first use, `with torch.device(...)` collects the functions of torch that the block changes (torch 2.13,
     # `_device_constructors`). Run such a block once before the functions are replaced. Otherwise the first block would
     # collect the replacements, and change nothing. transformers loads models in such a block.
     with torch.device("cpu"):
@@ -152,7 +152,7 @@ def _map_megatron() -> None:
     tp_random._get_cuda_rng_state = _get_rng_state
     tp_random._set_cuda_rng_state = _set_rng_state
     # The CPU's generator also stands in for CUDA's. So CudaRNGStatesTracker.fork() always sees the CPU's generator
-    # change, and warns.
+    # change, and warns without a reason. The filter drops this warning.
     logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
     # `te_general_gemm` may be a kernel for GPUs, or missing. Set it to None, so that RouterGatingLinearFunction does
     # not call it.
@@ -162,7 +162,7 @@ def _map_megatron() -> None:
 def enable_cpu() -> None:
     """Maps megatron's CUDA calls to the CPU for the rest of the process. Does nothing if CUDA is available.
 
-    Call it before building a model.
+    Call this function before building a model.
 
     >>> enable_cpu()
     """
@@ -170,8 +170,8 @@ def enable_cpu() -> None:
     if _enabled or torch.cuda.is_available():
         return
     _enabled = True
-    # megatron decorates functions with torch.compile (core/jit.py). To compile them for the CPU would take half a
-    # minute, and would need a C++ compiler.
+    # megatron decorates functions with torch.compile (core/jit.py). Compiling these functions for the CPU would take
+    # half a minute, and would need a C++ compiler.
     torch.compiler.set_stance("force_eager")
     _map_devices()
     _map_torch_cuda()

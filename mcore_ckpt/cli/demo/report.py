@@ -1,4 +1,4 @@
-"""Shows the demo: bars while it trains, then the checkpoint, the losses and the result."""
+"""Shows the demo: bars while the demo trains, then the checkpoint, the losses and the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed":
 class LiveReport(Report):
     """A Report that shows one bar for each training, with the newest loss and the time left.
 
-    In a pipe or a log, it shows no bars, but a line when a training has ended.
+    In a pipe or a log, it shows no bars, and prints a line when a training has ended.
     """
 
     def __init__(self, console: Console, plan: Plan) -> None:

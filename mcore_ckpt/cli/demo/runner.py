@@ -31,7 +31,7 @@ RANKS = 4  # equals training.RANKS, which is not imported because the import wou
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
 LOSS_TOLERANCE = 1e-4
-# If no rank reports anything for this many seconds, the demo takes the training for hung. On a loaded machine, ranks
+# If no rank reports anything for this many seconds, the demo treats the training as hung. On a loaded machine, ranks
 # need up to a minute to start.
 STALLED_SECONDS = 300.0
 LOG_LINES_SHOWN = 25
@@ -148,7 +148,8 @@ def prepare_directory(directory: Path) -> None:
                 shutil.rmtree(folder)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Write the marker first. If a demo is killed right after that, the next demo must still accept the folder.
+        # Write the marker first. If a demo is killed right after this write, the next demo must still accept the
+        # folder.
         (directory / MARKER).write_text(json.dumps({"made_by": "mcore-ckpt demo"}) + "\n")
         (directory / LOGS).mkdir()
     except OSError as error:
@@ -182,7 +183,7 @@ def is_demo(directory: Path) -> bool:
 
 
 def perform(plan: Plan, report: Report) -> Outcome:
-    """Runs the three trainings in turn, so that they do not slow each other down, and then the exported model."""
+    """Runs the three trainings, one after the other because they share the machine, and then the exported model."""
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.cli.demo.huggingface import load_and_generate
 
@@ -270,7 +271,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
     rest = ""
     with open(events) as stream:
         while True:
-            # Poll before reading, so that everything is read that was written before the launcher ended.
+            # Poll before reading. Otherwise lines that are written between the read and the poll would be lost.
             ended = launcher.poll() is not None
             *lines, rest = (rest + stream.read()).split("\n")
             for line in lines:
@@ -310,14 +311,14 @@ def excerpt(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
     if prefixes:
-        # After one rank fails, the others fail because a peer is gone. So show only the lines of the rank that failed
-        # first.
+        # After one rank fails, the other ranks fail because a peer is gone. So show only the lines of the rank that
+        # failed first.
         lines = [line.removeprefix(prefixes[0]) for line in lines if line.startswith(prefixes[0])]
     else:
         launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]
         lines = lines[: launcher[0]] if launcher and launcher[0] > 0 else lines
         # Before torch.distributed is set up, lines do not name their rank. All ranks write the same traceback, so show
-        # only the last.
+        # only the last traceback.
         tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
         lines = lines[tracebacks[-1] :] if tracebacks else lines
     return "\n".join([*lines[-LOG_LINES_SHOWN:], f"(the whole log: {log})"])

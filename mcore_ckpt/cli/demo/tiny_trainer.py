@@ -1,4 +1,4 @@
-"""A tiny trainer with Megatron-core, which the demo, the benchmarks and the tests share.
+"""Defines a tiny trainer with Megatron-core. The demo, the benchmarks and the tests share this trainer.
 
 Its model is a Qwen-like decoder: grouped-query attention, RMSNorm, SwiGLU, RoPE, no biases. Callers choose the sizes,
 and pass all other settings as fields of Megatron's own classes.

@@ -159,7 +159,10 @@ class Progress:
         self.append(rank=dist.get_rank(), pid=os.getpid())
 
     def report(self, **fields: Any) -> None:
-        """Appends one line, on one rank of the last pipeline stage, which knows the loss. Other ranks do nothing."""
+        """Appends one line on one rank of the last pipeline stage. Does nothing on other ranks.
+
+        Only the ranks of the last stage know the loss.
+        """
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             self.append(**fields)
 

@@ -1,6 +1,6 @@
-"""Builds the page of `mcore-ckpt inspect --html`: one file with style, scripts and data in it, which needs no network.
+"""Builds the page of `mcore-ckpt inspect --html`: one file that contains style, scripts and data.
 
-The template is in the same folder. Scripts share one scope, in the order of `SCRIPTS`.
+The page needs no network. The template is in the same folder. Scripts share one scope, in the order of `SCRIPTS`.
 """
 
 from __future__ import annotations
