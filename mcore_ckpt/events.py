@@ -55,7 +55,7 @@ class Event:
 
 
 Listener: TypeAlias = Callable[[Event], object]
-"""A function of one event, or an object that can be called with one. What it returns is ignored."""
+"""A function, or another callable object, that takes one event. The value that it returns is ignored."""
 
 
 @dataclass(frozen=True)

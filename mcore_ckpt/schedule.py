@@ -18,8 +18,8 @@ from mcore_ckpt.ranks.process_groups import world_size
 Record = dict[str, Any]
 
 Agree = Callable[[str, Record, Callable[[], Record]], Record]
-"""The type of `CheckpointManager.agree`. All ranks call it with a topic, a request that is the same on all ranks, and a
-function. One rank calls that function, and all ranks get the result."""
+"""The type of `CheckpointManager.agree`. All ranks pass a topic, a request that is the same on all ranks, and a
+function. One rank calls its function, and all ranks get that result."""
 
 
 def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:

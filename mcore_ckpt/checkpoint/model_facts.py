@@ -415,7 +415,10 @@ def _skipping(of: _Values, freq: Any) -> Any:
 
 
 def _without_rope(of: _Values, freq: Any) -> Any:
-    """Returns a number for each layer: 1 if the layer does not rotate, else 0 (`TransformerConfig`, 0.16 to 0.19)."""
+    """Returns a number for each layer: 1 if the layer does not rotate, else 0 (`TransformerConfig`, 0.16 to 0.19).
+
+    Returns None if all layers rotate.
+    """
     layers = _skipping(of, freq)
     if isinstance(layers, list) and layers is not freq:
         layers = [1 - rotates for rotates in layers]

@@ -23,8 +23,8 @@ from mcore_ckpt.state.trainer import Trainer
 NewlyStarted = tuple[OptimizerPart, ParameterState, bool]
 """A parameter that starts without moments, and whether its main parameter is filled.
 
-It starts without moments because the optimizer had done no step at the save, or because the stored moments are not
-taken over.
+The parameter starts without moments because the optimizer had done no step at the save, or because the stored moments
+are not taken over.
 """
 
 
