@@ -1,8 +1,8 @@
 """Defines how a load asks for a training's state in another program's checkpoint, and how this state is returned.
 
-A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. A `ForeignState` knows the format of its kind. It
-knows none of the trainer's objects, and changes nothing.
+A load describes what its rank trains (`LiveTraining`). Each kind of checkpoint that stores a training's state has
+its own subclass of `ForeignState` (`torch_dist/state.py`, `verl_ranks/state.py`), which answers with CPU tensors and
+plain values. The subclass knows the format of its kind. It knows none of the trainer's objects, and changes nothing.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class LiveTraining:
     Attributes:
         contents: the words of `load_contents`.
         position: the layout, and this rank's place in it.
-        writers: the ranks that wrote this rank's state; None unless the kind has `needs_writers`.
+        writers: the ranks that wrote this rank's state; None if the kind of checkpoint does not need them
+            (`CheckpointKind.needs_writers`).
         parts: the chained optimizers; empty if the optimizer is not to be loaded.
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: a function that returns the state dict of each chunk, with live tensors.

@@ -9,8 +9,9 @@ moment with an exception, such as an exception of a signal handler. The rank the
 come to next, and in the next call all ranks begin with the same round. The opening of a save is a round of one
 agreement, and the commit is a round of another agreement. A rank that is interrupted between these two rounds must fail
 the round of the commit. So the round of the commit has a name, by which the rank can fail this round. If rank 0 fails
-in a round that another rank has given up, rank 0 raises the error of that rank. With an error of another type, rank 0
-alone would go on to an older checkpoint.
+in a round that another rank has given up, rank 0 raises the error of that rank. So all ranks raise an error of the same
+type. This matters in a load, which tries an older checkpoint only after a CheckpointCorruptError: with an error of its
+own, rank 0 could try an older checkpoint alone.
 
 A waiting rank asks the store again and again, with pauses that grow with time and with the number of ranks. The rank
 does not use `store.wait()`: a wait that times out leaves C++ warnings on stderr and an unusable client.
@@ -94,7 +95,7 @@ class _Here:
         return _Over(work())
 
     def leave(self, work: Any) -> None:
-        raise AssertionError("work that was done at once is not left")
+        raise AssertionError("`leave` was called for work that `start` had already finished")
 
 
 class Agreement:
@@ -251,8 +252,8 @@ class Agreement:
     def close(self) -> None:
         """Deletes the keys of this rank. Every rank calls this method after its last round.
 
-        This method waits for nobody and raises nothing. Keys that other ranks may still have to read stay: the last
-        rank that closes deletes these keys. In a forked child this method does nothing.
+        This method waits for nobody and raises nothing. It does not delete keys that other ranks may still have to
+        read: the last rank that closes deletes them. In a forked child this method does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -302,7 +303,7 @@ class Agreement:
             self._limit.at = min(self._limit.at, at)
         elif self._limit.expected_at > time.monotonic():
             self._limit.expected_at = min(self._limit.expected_at, at)
-        else:  # the machine has outlived an earlier request
+        else:  # the machine was expected to be gone by `expected_at`, but is still there
             self._limit.expected_at = at
 
     def shortened(self, seconds: float, began: float | None = None) -> float:
@@ -401,7 +402,10 @@ class Done(Generic[T]):
         self._results, self._error = results, error
 
     def record(self) -> Record:
-        """Returns an empty record for the round. If the work has failed, the first call raises its error instead."""
+        """Returns an empty record for the round.
+
+        If the work has failed, the first call raises the work's error instead.
+        """
         error, self._error = self._error, None
         try:
             if error is not None:

@@ -83,7 +83,9 @@ class Nodes:
         return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
-        return [number]  # if this round fails, no rank begins the second round
+        # The commit has two rounds. The name of the first is enough, because no rank waits in the second round if the
+        # first has failed.
+        return [number]
 
     def interrupted(self, attempt: Attempt) -> None:
         self._root.interrupted(attempt)
@@ -195,7 +197,8 @@ def place_files(
         known = first.setdefault(file.path, (rank, file))
         if (known[1].crc32, known[1].size) != (file.crc32, file.size):
             logger.warning(
-                "%s: ranks %d and %d have different bytes, although they are replicas: %s gets a copy of rank %d's",
+                "%s: ranks %d and %d have different bytes, although they are replicas: %s's version of the file does "
+                "not count, and the step has the version of rank %d",
                 file.path,
                 known[0],
                 rank,

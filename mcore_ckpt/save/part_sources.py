@@ -91,8 +91,8 @@ class Source:
     def check(self, staging: Path, root: Path) -> None:
         """Raises CommitError if the source is missing, contains a root, or is in the step that is being saved.
 
-        Raises CommitError also if a handed-over source belongs to a saved step, is a file of this package, or contains
-        the current folder of this process.
+        Raises CommitError also if a handed-over source belongs to a saved step, is a file that this package keeps in a
+        root (such as the tracker), is the current folder of this process, or contains that folder.
 
         Args:
             staging: the staging folder of the save.
@@ -113,8 +113,8 @@ class Source:
             raise self._belongs_to_a_step(self.path)
         if self.is_handed_over and _is_of_root(real, roots):
             raise CommitError(
-                f"part {self.part!r}: {self.path} is a file of this package, and handing it over would remove it: name "
-                "the path without HandOver to copy it"
+                f"part {self.part!r}: {self.path} is a file that mcore_ckpt keeps in a folder of steps, and handing it "
+                "over would remove it: name the path without HandOver to copy it"
             )
         if self.is_handed_over and _has_current_folder(real):
             raise CommitError(
@@ -153,8 +153,8 @@ class Source:
     def remove(self, folders: Iterable[Path]) -> bool:
         """Removes the files that were taken, and the source's empty folders. Raises nothing.
 
-        New files, and files that have changed since `note_taken`, stay. Then this method logs a warning. Returns
-        whether the whole source is gone.
+        New files, and files that have changed since `note_taken`, stay. If anything of the source stays, this method
+        logs a warning. Returns whether the whole source is gone.
         """
         left: list[str] = []
         for file, taken in self._taken.items():
@@ -210,7 +210,10 @@ def _is_step_of(path: Path, root: Path) -> bool:
 
 
 def _is_in_checkpoint(path: Path) -> bool:
-    """True if a path is a checkpoint or is in a checkpoint, below any root or in a store of files."""
+    """True if a path is a checkpoint or is inside one.
+
+    A checkpoint here is a role's folder in any root, or an uploaded attempt in a `file://` store.
+    """
     return any(_is_checkpoint(place) for place in (path, *path.parents))
 
 

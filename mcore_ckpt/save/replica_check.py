@@ -7,7 +7,8 @@ all replicated tensors completely.
 A list of tensors is compared between the ranks that have a list of the same names and regions. So no process group is
 needed. Optimizer states are not compared between two pipeline stages if a DistributedOptimizer cuts the states at
 different elements on each stage. The save's id chooses the tensors and the bytes. The CRCs take some 100 bytes of each
-rank's report. One save nearly always finds drift, because a lost reduction or broadcast changes all tensors.
+rank's report. If replicas have drifted apart, the next save nearly always finds this: a lost reduction or broadcast
+changes all tensors, so a few samples are enough.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _TENSORS, _BYTES = 4, 64 << 10
 _PIECE_BYTES = 64 << 20
 
 # The name of a router's bias ends with one of these texts: `expert_bias` for `moe_router_enable_expert_bias`, `qb_beta`
-# for megatron's "quantile_balancing" (0.19). The bias is a buffer, but is equal on all replicas (`may_differ`).
+# for megatron's "quantile_balancing" (0.19). The bias is a buffer, but is equal on all replicas, so `may_differ` is
+# False for it.
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
 # A later stage has a copy of this tensor if embeddings are tied or there are MTP layers.
@@ -103,8 +105,8 @@ def _place(region: Region) -> str:
 def may_differ(name: str, is_buffer: bool) -> bool:
     """True if replicas may have different values of a tensor.
 
-    Buffers may differ, and opaque tensors may differ even in length. But two buffers of the router do not differ,
-    because megatron computes them from values that it reduces over all data-parallel ranks.
+    Buffers may differ, and opaque tensors may differ even in length. But the router's `expert_bias` and `qb_beta` are
+    each equal on all replicas, because megatron computes them from values that it reduces over all data-parallel ranks.
     """
     return is_buffer and not name.endswith(_SAME_BUFFERS)
 
@@ -144,8 +146,8 @@ def replicated_tensors(
         lists.append(("t", map(_member, whole), first and at.tp == 0))
         lists.append(("y", _of(s for s in states if s.name in names and not s.replica), first and at.tp == 0))
     if topology.pp > 1:
-        # If a stage has two copies of the embedding, only the first counts: megatron gives a stage with MTP layers an
-        # output layer that nothing uses.
+        # With tied embeddings, megatron gives a later stage with MTP layers an output layer whose weight nothing uses.
+        # This weight appears as a second copy of the embedding, so only the first copy counts.
         lists.append(("w", [_member(s) for s in same if s.key.name.endswith(_EMBEDDING)][:1], first and at.pp == 0))
         lists.append(("z", _of([s for s in states if s.name.endswith(_EMBEDDING)][:1]), first and at.pp == 0))
     made = (ReplicatedTensors.of(kind, members, names_them) for kind, members, names_them in lists)
@@ -334,8 +336,9 @@ class ReplicaWarnings:
             self._told.add(different.tensor)
             last = "; the reports of the saves name further tensors" if len(self._told) == self.most else ""
             logger.warning(
-                "%s. Find out what has changed a replica. A load makes all equal, unless the checkpoint has the "
-                "tensor of each tensor-parallel rank, or none (skip_frozen)%s",
+                "%s. Find out what has changed a replica. A load makes all replicas of this tensor equal, unless the "
+                "checkpoint has a separate copy for each tensor-parallel rank, or does not have the tensor "
+                "(skip_frozen)%s",
                 different,
                 last,
             )

@@ -176,7 +176,7 @@ def test_steps_of_other_roots_and_stores_cannot_be_handed_over(manager: Checkpoi
     (uploaded,) = store.glob("**/parts/part/rank_00000")
     for place in (part_of(other), part_of(other) / "data", other / "global_steps_1", other, uploaded, store):
         refused(manager, HandOver(place), f"'part': {place}.* belongs to a saved step")
-    refused(manager, HandOver(other / ".run.json"), ".run.json is a file of this package")
+    refused(manager, HandOver(other / ".run.json"), ".run.json is a file that mcore_ckpt keeps in a folder of steps")
     assert verify(other).is_sound
     (other / "global_steps_1" / "actor" / "manifest.json").write_bytes(b"{")
     refused(manager, HandOver(part_of(other)), "belongs to a saved step")
@@ -486,7 +486,7 @@ def test_what_the_process_needs_cannot_be_handed_over(
     (manager.root / ".critic.retention.json").write_text("{}")
     for name in (".actor.trainer.json", ".critic.retention.json", ".run.json", "latest_checkpointed_iteration.txt"):
         manager.attach("part", save=HandOver(manager.root / name))
-        with pytest.raises(CommitError, match=f"{name} is a file of this package"):
+        with pytest.raises(CommitError, match=f"{name} is a file that mcore_ckpt keeps in a folder of steps"):
             manager.save(2).wait(LONG_S)
         manager.detach("part")
         assert (manager.root / name).exists()

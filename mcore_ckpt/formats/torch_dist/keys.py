@@ -30,7 +30,7 @@ _TOWER_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layerno
 _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
-# The last norm of a HybridModel. `_HYBRID_NORMS` maps each other norm of such a model to the module after the norm.
+# The last norm of a HybridModel. `_HYBRID_NORMS` maps the norms in the model's layers to the modules that follow them.
 _HYBRID_NORM = "decoder.final_norm.weight"
 _HYBRID_NORMS = {
     "norm": "mixer.in_proj",

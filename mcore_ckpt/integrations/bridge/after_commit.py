@@ -54,10 +54,15 @@ class Announcements:
         self._save = save
 
     def tell(self, state: Any, has_ended: bool) -> None:
-        """Announces the save if it has ended on all ranks.
+        """Announces the save once it is committed. A failed save is not announced.
 
-        Callbacks may communicate, so they are called on all ranks at the same time. Without callbacks the ranks need
-        not agree, so no GPU has to wait. `has_ended` is True if the caller knows that the save has ended on all ranks.
+        Callbacks may communicate, so all ranks must call them at the same time. If there are callbacks, an all_reduce
+        tells each rank whether the save has ended on all ranks. Without callbacks, a rank only looks whether the save
+        has ended on this rank, so no GPU has to wait for an all_reduce.
+
+        Args:
+            state: Bridge's GlobalState.
+            has_ended: whether the caller knows that the save has ended on all ranks. Then no all_reduce is needed.
         """
         save = self._save
         if save is None or not (has_ended or (_all_ended(save) if save.fire is not None else save.handle.done)):

@@ -1,8 +1,9 @@
 """Finds what differs between two checkpoints of this package: tensors, optimizer state, and all other state.
 
-The checkpoints may have different layouts, because global tensors are compared. State that belongs to a rank's file as
-a whole (`_extra_state`, SOAP's bases, random states) is compared only if the layouts are the same. Otherwise, a note
-says that this state was not compared; such a note does not count as a difference.
+The checkpoints may have different layouts, because global tensors are compared. `_extra_state` and SOAP's bases are not
+parts of a global tensor, so they are compared file by file, and only if both checkpoints have them in files of the same
+names. Random states and the trainer's extra state are compared if the layouts or the names of their files are the same.
+A note names the state that was not compared; such a note does not count as a difference.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def diff(
     Memory use does not grow with the size of the checkpoints.
 
     Args:
-        left: A: the folder of a role, of a step, or of all steps (the newest complete step), or a selection by
-            `select`.
+        left: A: the folder of a role, of a step, or of all steps, or a selection by `select`. If it is the folder of
+            all steps, the newest complete step is compared.
         right: B, given in the same way. If A and B each have only one role, these roles may have different names.
         ignored: regular expressions. A tensor is not compared if its whole name matches one of them.
 
@@ -170,7 +171,8 @@ def _role_dirs(chosen: Path | Selection) -> Sequence[Path]:
 class _RolePair:
     """Two roles, and each kind of their tensors that can be compared.
 
-    `apart` is the number of kinds that cannot be compared, because in B their shards are in the files of other ranks.
+    `apart` counts the pairs of a tensor and a kind that cannot be compared, because the files with their shards have
+    other names in B than in A.
     """
 
     left: NativeReader
@@ -248,7 +250,11 @@ class _Tensor:
 
 
 def _tensors(left: NativeReader, right: NativeReader, name: str, other: str) -> Iterator[_Tensor | None]:
-    """Yields each kind of a tensor; None for a kind whose shards in B are in the files of other ranks."""
+    """Yields each kind of a tensor.
+
+    Yields None for a kind that must be compared file by file, if A and B do not have its shards in files of the same
+    names.
+    """
     ours = {key.kind: key for key in keys_of(left, name)} if name in left.names else {}
     theirs = {key.kind: key for key in keys_of(right, other)} if other in right.names else {}
     for kind in dict.fromkeys((*ours, *theirs)):
@@ -269,8 +275,8 @@ def _in_both(
     infos = _info(ours), _info(theirs)
     parts = [(ours, theirs)]
     if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
-        # These shards are not parts of a global tensor, but belong to the file of a rank or to a shard. Compare these
-        # shards file by file.
+        # These shards are not parts of a global tensor: each file has its own version of an opaque tensor, and bound
+        # state belongs to another shard in the same file. Compare these shards file by file.
         there = {shard.file: shard for shard in theirs}
         if {shard.file for shard in ours} != there.keys():
             return None

@@ -8,9 +8,10 @@ checkpoint's files as hard links if the file system allows hard links. The files
 copied, because other programs and the trainer's own code may write to them. Metrics that were set after the save
 are put into the new manifest.
 
-`.run.json` is written last, because the manifests already name the run. If the process dies before the first rename, it
-leaves a staging folder, which the next call or the next trainer removes. If it dies between the renames of two roles,
-the step is not complete, and the next call adds the missing roles.
+`.run.json` is written last. A call refuses a root that has this file, so if it were written first, no later call could
+finish an interrupted call. Until the file is written, the manifests name the run. If the process dies before the first
+rename, it leaves a staging folder, which the next call or the next trainer removes. If it dies between the renames of
+two roles, the step is not complete, and the next call adds the missing roles.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PlannedFile:
 
 
 class Regions:
-    """Computes which region of each tensor each rank of the new layout holds.
+    """Computes, for a tensor and a rank of the new layout, the region of the tensor that the rank holds.
 
     Raises CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted.vocab_size`.
     """
