@@ -1,6 +1,6 @@
 """Records which nodes have each file of a checkpoint in the fast tier.
 
-The record is a member of the checkpoint's manifest.
+The record is a field of the checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def _by_file(runs: Iterable[tuple[int, tuple[int, ...]]], nodes: int, files: int
     for count, numbers in runs:
         if not 0 < count <= left or not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= nodes:
             entry = fields.shown([count, list(numbers)])
-            raise fields.FieldError(f"placement has the entry {entry}, but {left} files and {nodes} nodes")
+            raise fields.FieldError(
+                f"placement: the entry {entry} is wrong: an entry must count 1 or more of the {left} files left, and "
+                f"list 1 or more node numbers below {nodes}, each once"
+            )
         left -= count
         yield from (same.setdefault(numbers, numbers),) * count

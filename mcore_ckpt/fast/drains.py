@@ -106,8 +106,8 @@ class Drains:
 
     def start(self, drain: Draining) -> DrainHandle:
         """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls this."""
-        # Rank 0 begins no drain while an earlier drain is under way. But on this rank the earlier drain may not have
-        # ended yet.
+        # Rank 0 begins a drain only after its own part of the earlier drain has ended. But this rank may still be busy
+        # with its part of the earlier drain, so wait for the end of that part.
         self.wait_for_copy()
         handle = self._handle = DrainHandle(drain.saving.step, drain.saving.role_dir)
         self._agreement = drain.agreement

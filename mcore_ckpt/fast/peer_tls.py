@@ -27,7 +27,8 @@ class PeerTls:
 def read_tls(folder: Path) -> PeerTls:
     """Reads this node's certificate, its key and the authority's certificate from the files of a folder.
 
-    Raises InvalidArgumentError if a file is missing or makes no sense, or if other users can read the key.
+    Raises InvalidArgumentError if a file is missing or makes no sense, if the mode of the key's file lets other users
+    use it, or if this file belongs to another user.
     """
     check_private(folder / KEY)
     return PeerTls(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))

@@ -15,7 +15,10 @@ _MOST_BYTES = 4096
 
 
 def read_private(path: Path) -> bytes:
-    """Returns the content of a file. Raises InvalidArgumentError if other users can read or write the file."""
+    """Returns the content of a file.
+
+    Raises InvalidArgumentError for the same reasons as `check_private`, or if the file is too long for a secret.
+    """
     with _opened(path) as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
@@ -24,7 +27,11 @@ def read_private(path: Path) -> bytes:
 
 
 def check_private(path: Path) -> None:
-    """Raises InvalidArgumentError if other users can read or write a file, or if the file is missing."""
+    """Checks that a file exists and that only this user can read and write it.
+
+    Raises InvalidArgumentError if the file is missing or cannot be read, if its mode lets other users use it, or if it
+    belongs to another user. A file of root is accepted.
+    """
     _opened(path).close()
 
 

@@ -42,7 +42,9 @@ class ForeignLoad:
         step: the training step at which the checkpoint was saved.
         nbytes: the number of bytes that this rank read from tensors.
         rounded: for each kind of rounding, the number of this rank's rounded tensors; see LoadReport.
-        was_quantized: whether the weights were quantized, so that the main parameters are more precise.
+        was_quantized: whether the checkpoint says that the training quantized weights. The stored weights are then
+            dequantized values, and the main parameters are more precise. So if the optimizer is loaded, the caller
+            makes the live weights from the main parameters.
         other_model: the facts in which the live and the saved model differ, so that the two models compute different
             results with the same tensors.
         groups: the messages to the user about the param groups.
@@ -106,7 +108,7 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
         UnsupportedError: the state is stored in an unsupported form. All ranks raise it, and nothing has changed.
     """
     kind = kinds_by_name()[kind_name]
-    # Either all ranks take part in this round, or none does, because all have got the same kind from rank 0.
+    # Either all ranks call `find_writers`, or none does, because all have got the same kind from rank 0.
     writers = find_writers(trainer) if kind.needs_writers else None
 
     def plan() -> tuple[_Plan, Record]:
@@ -182,7 +184,7 @@ def _apply_weights(trainer: Trainer, weights: Sequence[FoundWeight]) -> None:
     through_mains = []
     for weight in weights:
         if trainer.optimizer is not None and weight.live.requires_grad and is_quantized(weight.live):
-            # This weight is quantized from its main parameter once the main parameter is loaded.
+            # Set only the main parameter. The caller of `load_foreign` makes the quantized weight from it later.
             through_mains.append((weight.live, weight.loaded))
         else:
             weight.live.data.copy_(weight.loaded)

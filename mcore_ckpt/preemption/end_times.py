@@ -42,9 +42,9 @@ class EndTime:
 def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime | None:
     """Returns when the machine goes; None if that is not known.
 
-    An end that has passed does not count. Such an end belongs to another job, whose environment this process has
-    inherited, or the scheduler lets the job go on. If such an end counted, each start of the training would stop
-    without a save.
+    An end that has passed does not count. Either such an end belongs to another job, whose environment this process has
+    inherited, or the scheduler lets this job run past its end. If such an end counted, each start of the training would
+    stop without a save.
 
     Args:
         given_s: in how many seconds the machine goes; `math.inf`: never. None: take the time from the environment. If

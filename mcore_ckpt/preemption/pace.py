@@ -1,10 +1,11 @@
-"""Decides at which calls of `should_stop` the ranks ask each other, so that asking costs next to nothing.
+"""Decides at which calls of `should_stop` the ranks ask each other whether to stop, so that asking costs little.
 
-Each time the ranks ask, rank 0 says how many calls they let pass until they ask again. So all ranks ask at the same
-calls, without a clock in common. But if calls that pass turn out to be long, the ranks cannot ask earlier. So rank 0
-assumes that the next calls take as long as earlier calls. Rank 0 measures two kinds of calls separately: calls after a
-step, and calls within a step. Otherwise, after hundreds of quick calls within a rollout, the ranks would let the call
-after a long step pass.
+In each round, which is a call in which the ranks ask, rank 0 says how many calls are passed over until the next round.
+So all ranks ask at the same calls, without a clock in common. Once the number is fixed, the ranks cannot ask earlier,
+even if the calls that are passed over turn out to be long. So rank 0 plans with the lengths of earlier calls. The
+length of a call means the time from the end of the previous call to this call. Rank 0 plans separately for two kinds of
+calls: calls after a step, and calls within a step. Otherwise, hundreds of quick calls within a step would make the
+ranks pass over the call after a long step.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from collections.abc import Sequence
 # If calls follow each other within less than this (seconds), some calls are passed over. Otherwise the ranks ask in
 # each call.
 ASK_S = 0.5
-# Asking may take _SHARE of the time. If there is a deadline, the calls of one kind that pass take at most
-# SHARE_OF_DEADLINE of the deadline.
+# Asking may take _SHARE of the time. If there is a deadline, the calls of one kind that are passed over until the next
+# round should together last at most SHARE_OF_DEADLINE of the time from a request to the deadline.
 _SHARE = 0.01
 SHARE_OF_DEADLINE = 0.1
 # At most this many calls of one kind are passed over, because the times between calls may become much longer.
 MOST = 32
 # How many rounds and calls are remembered.
 _REMEMBERED = 100
-# With a deadline, a long call is remembered for longer: until later rounds have taken this share of the call's time.
+# With a deadline, a long call is remembered for longer: until later rounds in calls of its kind have together taken
+# this share of its length.
 SHARE_OF_LONG_CALL = 0.1
 
 
@@ -33,7 +35,7 @@ class _Calls:
     """The calls of one kind.
 
     Attributes:
-        left: how many calls pass until the next round.
+        left: how many calls are passed over until the next round.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class _Calls:
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._rounds = 0
         # The long calls that are remembered, the longest first: for each call, its length in seconds and the number of
-        # rounds before the call. If a later call takes at least as long, the earlier call is not needed any more.
+        # rounds before the call. If a later call is at least as long, the earlier call is not needed any more.
         self._long: deque[tuple[float, int]] = deque()
 
     @property
@@ -61,7 +63,12 @@ class _Calls:
             self._long.popleft()
 
     def passes(self, pause_s: float, at_most_s: float) -> int:
-        """Returns how many calls pass. Together the calls should take `pause_s` seconds, at most `at_most_s`."""
+        """Returns how many calls are passed over.
+
+        If calls are as long as the longest recent call, the next round comes in the first call after `pause_s` seconds,
+        or earlier. If calls are as long as the longest remembered call, the calls that are passed over together last at
+        most `at_most_s` seconds.
+        """
         if not self._recent:  # no call is known
             return 0
         recent_s = max(self.longest_recent_s, 1e-6)
@@ -72,7 +79,7 @@ class _Calls:
 
 
 class Pace:
-    """Counts calls on each rank, and measures them on rank 0.
+    """Counts and measures calls on each rank. Only rank 0 uses what it has measured.
 
     Args:
         deadline_s: how long after a request the machine goes, in seconds; None if unknown.
@@ -90,8 +97,8 @@ class Pace:
     def longest_gap_s(self) -> float:
         """The longest time until the next round, in seconds, if calls are like recent calls; 0.0 if no call is known.
 
-        The result is the time of all calls that pass, plus the time of one more call as long as the longest recent
-        call.
+        The result is the time of all calls that are passed over, plus the length of the call in which the ranks then
+        ask. That call is taken to be as long as the longest recent call.
         """
         passing_s = sum(kind.longest_recent_s * self._passes_of(kind) for kind in self._kinds)
         return passing_s + max(kind.longest_recent_s for kind in self._kinds)
@@ -115,7 +122,8 @@ class Pace:
 
         Args:
             began: when this rank began the round (`time.monotonic()`).
-            passes: for each kind, how many calls pass until the next round, as `Pace.passes` returned on rank 0.
+            passes: for each kind, how many calls are passed over until the next round. `Pace.passes` returned these
+                numbers on rank 0.
         """
         self._last = time.monotonic()
         self._rounds.append(self._last - began)
@@ -124,7 +132,7 @@ class Pace:
             kind.left = left
 
     def passes(self) -> list[int]:
-        """Returns how many calls of each kind pass until the next round. Only rank 0 calls this method."""
+        """Returns how many calls of each kind are passed over until the next round. Only rank 0 calls this method."""
         return [self._passes_of(kind) for kind in self._kinds]
 
     @property

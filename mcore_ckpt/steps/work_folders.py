@@ -2,7 +2,7 @@
 
 There are five kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
 *uploading* mark that prevents the deletion of a step, a *deleted* step whose files are being removed, and the *trial*
-folder of a doctor.
+folder in which `mcore-ckpt doctor` or `mcore-ckpt bench` tries the file system.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import Life, life_of, write_owner
 
-# A doctor works for minutes, and keeps making files and folders in its trial folder. A trial folder in which nothing
-# was made for this long (seconds) is a leftover, even if its owner is on another host.
+# A run of `mcore-ckpt doctor` or `mcore-ckpt bench` lasts for minutes, and keeps making files and folders in its trial
+# folder. A trial folder in which nothing was made for this long (seconds) is a leftover, even if its owner is on
+# another host.
 TRIAL_LASTS_S = 24 * 3600.0
 
 

@@ -186,9 +186,10 @@ class RemoteFolder:
 
 
 class _Buffers:
-    """Memory for fetches, which threads use in turn.
+    """A pool of buffers for fetches.
 
-    Allocating fresh memory for each fetch would take longer than computing the CRCs of the fetched bytes.
+    For each fetch, a thread takes an idle buffer, or a new one, and gives it back afterwards. Allocating fresh memory
+    for each fetch would take longer than computing the CRCs of the fetched bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -209,7 +210,10 @@ class _Buffers:
 
 @dataclass(frozen=True, eq=False)
 class BlockRun:
-    """A run of whole blocks, bytes `[start, stop)` of a stored tensor, and the read that needs elements of this run."""
+    """A run of whole blocks: the bytes `[start, stop)` of a stored tensor.
+
+    `read` needs elements of this run, and `memory` is where the elements go.
+    """
 
     read: ReadRange
     memory: torch.Tensor
@@ -269,7 +273,7 @@ def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
 
 
 def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
-    """Returns the numbers of the blocks that have bytes of a wanted row, as inclusive runs."""
+    """Returns the runs of blocks that have bytes of a wanted row: the numbers of each run's first and last block."""
     rows = _in_bytes(read)
     runs: list[tuple[int, int]] = []
     number = 0

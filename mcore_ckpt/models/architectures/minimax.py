@@ -1,8 +1,9 @@
-"""MiniMax-M2, M2.5 and M2.7: Mixtral's layers with norms of all queries and of all keys, and sigmoid scores.
+"""MiniMax-M2, M2.5 and M2.7: Mixtral's layers with norms of queries and keys, and with sigmoid router scores.
 
-megatron-core up to 0.19 has only norms of each head's queries and keys. So the `GPTModel` must be built with
-Megatron-Bridge's layer spec (`minimax_m2_layer_spec`). The norms of this spec cover all heads, and tensor parallelism
-cuts them in the same way as the heads. With megatron's own specs, a load is refused, because the shapes differ.
+One norm covers the queries of all heads together, and another norm covers the keys of all heads together. megatron-core
+up to 0.19 has only norms of each head's queries and keys. So the `GPTModel` must be built with Megatron-Bridge's layer
+spec (`minimax_m2_layer_spec`). The norms of this spec cover all heads, and tensor parallelism cuts them in the same way
+as the heads. With megatron's own specs, a load is refused, because the shapes differ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class RotaryDim:
 
 
 class FullAttention(Rule):
-    """The rule for each layer's kind of attention, which must be 1 (full). Older models of MiniMax have 0 (linear)."""
+    """The rule for each layer's kind of attention, which must be 1 (full).
+
+    Older models of MiniMax also have layers of kind 0 (lightning attention).
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         kinds = hf.get("attn_type_list") or []

@@ -32,7 +32,7 @@ class Destination(Protocol):
         """Raises InvalidArgumentError if nothing may be written here. Changes nothing on disk."""
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        """Removes leftovers, and makes the staging folders: one for each writer in `names`.
+        """Removes leftovers, and makes a folder for each writer in `names`: a staging folder, or a folder inside one.
 
         `sizes` are the sizes in bytes of all files that will be written, or lower bounds of them. `mode` is the mode of
         new folders (`mode_as`). Returns the id of the attempt.
@@ -110,8 +110,8 @@ class RolesOfStep:
 
     Args:
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
-        source: the folder of a step. The files next to the step's roles are copied (`companions_of`). None to copy no
-            files.
+        source: the folder of the step that is converted. The files and folders next to the roles in this folder are
+            copied (`companions_of`). None to copy nothing.
 
     Attributes:
         path: the folder of the step; the folder of the role if there is only one role.

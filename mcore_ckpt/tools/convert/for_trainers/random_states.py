@@ -1,8 +1,9 @@
-"""Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, from each rank's saved states.
+"""Converts each rank's saved random states to the form that Megatron-LM, Megatron-Bridge, verl and AReaL load.
 
 Megatron stores a list of states for each pipeline and tensor rank (`get_rng_state`). All data-parallel ranks take the
 first entry, so they continue with the same states. With `--data-parallel-random-init`, each data-parallel rank takes a
-separate entry instead. If there is expert parallelism, Bridge (0.6.2) stores a list for each data-parallel rank, too.
+separate entry instead. With expert parallelism, Bridge (0.6.2) stores a list for each pipeline rank, tensor rank, and
+place in the group of data- and context-parallel ranks. Each of these lists has one state.
 """
 
 from __future__ import annotations
