@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from packaging.version import Version
 from torch.utils.data import Dataset
 from verl.trainer.sft_trainer import SFTTrainer
+from verl.utils import tracking
 
 from mcore_ckpt.steps import commit
 from tests.support.fused_adam import fused_adam
@@ -79,6 +81,8 @@ class SFTRun(Run):
 
     def train(self, config: Any) -> dict[str, Any]:
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
+        # verl 0.6 buffers what it writes until its logger is collected, which may never be.
+        tracking.open = partial(open, buffering=1)
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
         with stand_in(config.optim.override_optimizer_config or {}):
