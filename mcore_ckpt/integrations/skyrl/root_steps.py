@@ -10,12 +10,14 @@ import logging
 import os
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import TRACKER_FILE
+from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.integrations.kit.driver import newest_valid
 from mcore_ckpt.integrations.kit.free_names import free_name
 from mcore_ckpt.integrations.skyrl.driver_files import STATE_FILE
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
 from mcore_ckpt.io import replace_file
-from mcore_ckpt.steps import newest_complete, running_saves, step_status
+from mcore_ckpt.steps import list_steps, newest_complete, running_saves, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,13 @@ def newest(root: Path) -> Path | None:
 
     Raises CheckpointNotFoundError: there were complete steps of ours, but none is complete and intact now.
     """
-    found = newest_valid(root, DRIVER_ROLE, verify=False)
+    try:
+        found = newest_valid(root, DRIVER_ROLE, verify=False)
+    except CheckpointNotFoundError:
+        statuses = list_steps(root)
+        if (root / TRACKER_FILE).exists() or any(status.problems or status.is_complete for status in statuses):
+            raise
+        return None  # only SkyRL itself has saved here
     theirs = _stock_step(root)
     if found is not None and theirs is not None:
         logger.warning(
