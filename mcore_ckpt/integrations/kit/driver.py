@@ -135,17 +135,20 @@ def newest_valid(root: Path, driver_role: str, verify: bool) -> Path | None:
     return None
 
 
-def _first_was_interrupted(root: Path) -> bool:
-    """True if roles are committed, but no step was ever complete. (Once a step has been complete, there is a tracker.)
+def was_ever_complete(root: Path) -> bool:
+    """True if a step of this package below `root` is complete, was complete, or may have been.
 
-    With an asynchronous save, the driver may commit before the models do. So a step with a committed driver's role need
-    not have been complete.
+    A complete step would have written the tracker.
     """
-    if (root / TRACKER_FILE).exists():
-        return False
-    statuses = list_steps(root)
-    was_any = any(status.problems or status.is_complete for status in statuses)
-    return any(status.committed for status in statuses) and not was_any
+    return (root / TRACKER_FILE).exists() or any(status.problems or status.is_complete for status in list_steps(root))
+
+
+def _first_was_interrupted(root: Path) -> bool:
+    """True if roles are committed, but no step was ever complete.
+
+    With an asynchronous save, the driver may have committed before the models.
+    """
+    return not was_ever_complete(root) and any(status.committed for status in list_steps(root))
 
 
 def _problem(status: StepStatus, verify: bool) -> str | None:

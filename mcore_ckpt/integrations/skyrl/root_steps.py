@@ -10,14 +10,13 @@ import logging
 import os
 from pathlib import Path
 
-from mcore_ckpt.checkpoint import TRACKER_FILE
 from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.integrations.kit.driver import newest_valid
+from mcore_ckpt.integrations.kit.driver import newest_valid, was_ever_complete
 from mcore_ckpt.integrations.kit.free_names import free_name
 from mcore_ckpt.integrations.skyrl.driver_files import STATE_FILE
 from mcore_ckpt.integrations.skyrl.options import DRIVER_ROLE
 from mcore_ckpt.io import replace_file
-from mcore_ckpt.steps import list_steps, newest_complete, running_saves, step_status
+from mcore_ckpt.steps import newest_complete, running_saves, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,7 @@ def newest(root: Path) -> Path | None:
     try:
         found = newest_valid(root, DRIVER_ROLE, verify=False)
     except CheckpointNotFoundError:
-        statuses = list_steps(root)
-        if (root / TRACKER_FILE).exists() or any(status.problems or status.is_complete for status in statuses):
+        if was_ever_complete(root):
             raise
         return None  # only SkyRL itself has saved here
     theirs = _stock_step(root)
